@@ -24,10 +24,10 @@ from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
-from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.cli.parsing import run_program
+from relibra_jax.support.atomic_write import write_json
 
 COMPARED: Final = {"grpo": (SERIES[0], "o"), "ppo": (SERIES[2], "s"), "tppo": (SERIES[1], "^")}
 """The compared algorithms, with their colours and markers."""

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from experiments.interleaving import interleaved
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
+from relibra_jax.contract.replay import assigned_load
+from relibra_jax.contract.types import BatchPlan, Plan, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
@@ -27,15 +29,13 @@ from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.replay import assigned_load
-from relibra_jax.types import BatchPlan, Plan, Topology
 
 console = Console()
 EPLB_ARGS = (288, 8, 4, 32)
 BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2)
 WITH_RESIDENTS = dataclasses.replace(BATCH, resident_slots=1)
 MICRO_BATCHES, LAYERS = 32, 94
-COST = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"]).unit_times(BATCH)
+COST = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"]).price(BATCH)
 
 
 def bench_rebalance() -> None:

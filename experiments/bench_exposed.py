@@ -29,7 +29,7 @@ from experiments.rl.tasks import TASKS, Example, Task, exact
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 JUDGE = "import sys; sys.exit(sys.argv[1].strip() != sys.argv[2])"
 COLUMNS = {

@@ -33,6 +33,8 @@ from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.interleaving import interleaved
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -42,9 +44,7 @@ from relibra_jax.execution import (
     rank_sharding,
 )
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.plan import home_layout
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import EMPTY, Topology
 
 BEFORE, INSIDE = "prepared before the step", "prepared in the step"
 REFERENCE = f"relibra_jax, relibra, {BEFORE}"

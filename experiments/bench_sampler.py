@@ -19,10 +19,10 @@ from experiments.rl.devices import host_devices
 from experiments.rl.generation import generate
 from experiments.rl.policy import TINY
 from relibra_jax.cli.parsing import run_program
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel
-from relibra_jax.types import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

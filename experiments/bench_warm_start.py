@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.limits import check_integer
-from relibra_jax.plan import rank_load, resident_experts
+from relibra_jax.contract.plan import rank_load, resident_experts
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import EMPTY, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
 from relibra_jax.planning.placement import Placement
@@ -33,9 +34,8 @@ from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.replay import sample_load
+from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import EMPTY, RoutingReplay, Topology
 
 FINISHED: Final = (0.25, 0.5, 0.75, 0.9)
 ROUNDS: Final = (1, 2, 4)

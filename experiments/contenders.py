@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from relibra_jax.capacity import Capacities, count_capacities
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import rank_load
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import sample_routes
-from relibra_jax.replay import sample_load
+from relibra_jax.routing.sizes import Capacities, count_capacities
+from relibra_jax.routing.visits import node_visits
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay, Topology, UnitTimes
 
 CONTENDERS = ("static", "eplb", "relibra", "balanced")
 """The compared runs. `balanced` is not a planner but a bound for reports: even routing under static placement."""
@@ -137,7 +137,7 @@ def route_evenly(samples: Samples, num_experts: int) -> Samples:
 
 
 def plan_contender(
-    samples: Samples, planner_name: str, topology: Topology, *, cost: UnitTimes | None = None
+    samples: Samples, planner_name: str, topology: Topology, *, cost: Price | None = None
 ) -> ContenderBatch:
     """Plan a batch with one planner and count its buffer sizes.
 

@@ -2,7 +2,7 @@
 
 A small policy is trained, or the last checkpoint of a run is loaded, and responds to prompts. The log-probabilities of
 the responses are then recomputed under one plan: in float32, in bfloat16, and in bfloat16 with the experts of hot ranks
-in float8, for several thresholds (`relibra_jax.hot_ranks`).
+in float8, for several thresholds (`relibra_jax.routing.hot_ranks`).
 
 The tables show the errors of the log-probabilities of sampled tokens, and their effect on an update that computes with
 the same weights in the reference's precision. All its ratios should be 1; the tables show the share of ratios outside
@@ -35,10 +35,10 @@ from experiments.rl.step import Clip
 from experiments.rl.train import keep_compiled, run_train
 from experiments.rl.trainer import EVALUATION, Trainer
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
-from relibra_jax.limits import check_integer, check_not_negative
-from relibra_jax.plan import rank_load
-from relibra_jax.types import Plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Plan
+from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 TRAINED: Final = Train(planner="static", anneal_steps=0, warmup_steps=80, steps=4, evaluation_batches=0)
 """The settings of the run without ``--run``. Experts and samples stay in order, so there are hot ranks."""

@@ -1,9 +1,9 @@
 """``python -m experiments.float8_time [TRACE]``: model the largest speedup of a recompute with hot ranks in float8.
 
 A recompute is one forward pass over the micro-batches of a batch, under the plan of its updates. Every phase of a layer
-waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`relibra_jax.hot_ranks`) are priced
-at the cluster's peak throughput of float8 products, and rounding to float8 is free. All times are modelled, not
-measured.
+waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`relibra_jax.routing.hot_ranks`)
+are priced at the cluster's peak throughput of float8 products, and rounding to float8 is free. All times are modelled,
+not measured.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.palette import INK, planner_style
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
+from relibra_jax.contract.types import Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
-from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
+from relibra_jax.support.limits import check_integer, check_not_negative
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import Topology
 
 PLANNED: Final = ("static", "eplb", "relibra")
 
@@ -88,7 +88,7 @@ def price(
         cost_model: the cost model.
         rule: the rule that marks hot ranks, in rows of the trace. None marks no rank.
     """
-    cost = cost_model.unit_times(topology, updates=0, recompute=True)
+    cost = cost_model.price(topology, updates=0, recompute=True)
     faster = cost_model.cluster.float8_flops / cost_model.cluster.matmul_flops
     rows = []
     for batch in batches:
@@ -125,7 +125,7 @@ def main(config: Float8Time) -> None:
     for name in PLANNED:
         planned, _ = run_contender(
             *(Contender(entry=PLANNERS[name]), batches, topology),
-            cost=cost.unit_times(topology),
+            cost=cost.price(topology),
             seed=config.batching.seed,
             timed_runs=0,
         )

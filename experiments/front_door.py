@@ -21,27 +21,27 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.atomic_write import write_json
+from experiments.claims.command import some_layers
 from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.claims.command import some_layers
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, run_contender
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.step_time import attention_time, rank_time
-from relibra_jax.limits import check_integer
 from relibra_jax.nnx.stage_plans import make_search, plan_and_check
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import contiguous_homes
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.routing.visits import node_visits
+from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import BatchPlan, RoutingReplay, Topology, UnitTimes
 
 CLUSTER, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_384
 ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
@@ -149,7 +149,7 @@ def plan_roads(case: Case, config: FrontDoor, *, only: str | None = None) -> dic
         config: the settings.
         only: the name of the only entry to run; None for all.
     """
-    cost, topology, number = case.cost_model.unit_times(case.topology), case.topology, config.micro_batches
+    cost, topology, number = case.cost_model.price(case.topology), case.topology, config.micro_batches
     entry = PLANNERS["relibra"]
     planner = entry.planner
     planner_key, key = jax.random.split(jax.random.key(config.seed))
@@ -215,7 +215,7 @@ def balanced(case: Case, planned: Planned) -> BatchTime:
     """Return the time of the balanced run with as much work as a plan."""
     batch_plan = planned.batch_plan
     rows = batch_plan.assignment.sample.shape[-1]
-    cost = case.cost_model.unit_times(case.topology)
+    cost = case.cost_model.price(case.topology)
     return balanced_time(
         *(batch_plan.load, case.lengths, case.topology, cost), row_tokens=case.row_tokens, rows=rows
     )
@@ -229,11 +229,11 @@ def share_of_balanced(case: Case, planned: Planned, **exchange: Any) -> float:
         planned: its plan.
         **exchange: fields of the cost model that say how the exchange of the plan runs.
     """
-    cost = dataclasses.replace(case.cost_model, **exchange).unit_times(case.topology)
+    cost = dataclasses.replace(case.cost_model, **exchange).price(case.topology)
     return float(balanced(case, planned).total / _time(case, planned, cost).total)
 
 
-def _time(case: Case, planned: Planned, cost: UnitTimes) -> BatchTime:
+def _time(case: Case, planned: Planned, cost: Price) -> BatchTime:
     return batch_time(
         *(planned.batch_plan, case.lengths, case.topology, cost),
         visits=planned.visits,
@@ -250,7 +250,7 @@ LANES: Final[dict[str, Any]] = {"spare_room": False}
 
 def hops_at_once(case: Case, planned: Planned) -> float:
     """Return the share of balanced if exchanges sent only needed rows, over both networks at the same time."""
-    cost = dataclasses.replace(case.cost_model, **NEEDED).unit_times(case.topology)
+    cost = dataclasses.replace(case.cost_model, **NEEDED).price(case.topology)
     attention, _ = attention_time(planned.batch_plan.assignment, case.lengths, cost)
     ranks = _rank_time(
         planned.batch_plan.layer_plans(), attention, case.topology, cost, visits=planned.visits

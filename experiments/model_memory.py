@@ -27,11 +27,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.models import LanguageModel, ModelConfig
 from relibra_jax.models.hf_config import model_config
 from relibra_jax.models.load_checks import memory_of_a_device
 from relibra_jax.nnx import ExpertParam
-from relibra_jax.types import Topology
 
 GRADIENTS: Final = 2
 """The number of sets of float32 gradients that an update keeps in memory."""

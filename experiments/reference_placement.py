@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from relibra_jax.types import UnitTimes
+from relibra_jax.contract.types import Price
 
 
 class PlacedBatch(NamedTuple):
@@ -23,7 +23,7 @@ class PlacedBatch(NamedTuple):
     """The token copies that each node computes, by the node that holds them, ``[M E from N]``."""
 
 
-def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> float:
+def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: Price) -> float:
     """Compute the time of a batch.
 
     It is the sum of the largest load and the busiest exchange of every micro-batch, the moves, spread over the nodes,
@@ -39,7 +39,7 @@ def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> 
 
     >>> quota = np.array([[[[8, 0], [0, 2]]]])  # one expert, 8 copies on its node and 2 at a resident
     >>> placed = PlacedBatch(np.array([0]), np.array([[False], [True]]), quota)
-    >>> cost = UnitTimes(token=0.0, copy=2.0, crossing=5.0, spread=0.0, move=9.0, push=1.0)
+    >>> cost = Price(token=0.0, copy=2.0, crossing=5.0, spread=0.0, move=9.0, push=1.0)
     >>> batch_seconds(placed, np.array([1]), cost)
     21.5
     """
@@ -52,9 +52,7 @@ def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> 
     return float(cost.copy * largest + cost.crossing * busiest + cost.move * moves + cost.push * pushes)
 
 
-def solve_batch(
-    load: np.ndarray, old_node: np.ndarray, cost: UnitTimes, *, resident_slots: int
-) -> PlacedBatch:
+def solve_batch(load: np.ndarray, old_node: np.ndarray, cost: Price, *, resident_slots: int) -> PlacedBatch:
     """Place experts and split their copies to minimise `batch_seconds`.
 
     Args:

@@ -21,7 +21,7 @@ from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.cli.parsing import parse_options
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.suggestions import suggest_names
 
 console = Console()
 

@@ -13,8 +13,8 @@ The hottest experts therefore change between micro-batches, and planners that us
 
 import numpy as np
 
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.trace import Trace, make_trace
-from relibra_jax.types import RoutingReplay
 
 
 def synthetic_trace(

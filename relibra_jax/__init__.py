@@ -6,14 +6,27 @@ experts, and replicates hot experts (ReLibra, arXiv 2605.08639).
 
 This module exports the planning core, pure functions of arrays that need only jax and NumPy. Start with `plan_batch`.
 `relibra_jax.nnx` is the entry point for Flax users, `relibra_jax.execution` runs plans on a device mesh, and
-`relibra_jax.cost` models the time that plans take. `relibra_jax.types` has the glossary.
+`relibra_jax.cost` models the time that plans take. `relibra_jax.contract.types` has the glossary.
 """
 
 from importlib.metadata import version as _version
 
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_check import check_plan
-from relibra_jax.plan_files import load_plan, save_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.plan_files import load_plan, save_plan
+from relibra_jax.contract.replay import expert_load, sample_load
+from relibra_jax.contract.replay_files import load_replay, save_replay
+from relibra_jax.contract.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    LayerPlan,
+    Plan,
+    Planner,
+    RoutingReplay,
+    TokenSample,
+    Topology,
+)
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.planning.baselines.lplb import lplb
@@ -27,21 +40,8 @@ from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.replay import expert_load, sample_load
-from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import replay_from_rollout, sample_counts
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import (
-    EMPTY,
-    Assignment,
-    BatchPlan,
-    LayerPlan,
-    Plan,
-    Planner,
-    RoutingReplay,
-    TokenSample,
-    Topology,
-)
+from relibra_jax.routing.split import source_quota
 
 __version__ = _version("relibra-jax")
 

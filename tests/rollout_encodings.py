@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from relibra_jax.replay import check_replay
+from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout import replay_from_rollout
-from relibra_jax.types import EMPTY
 
 LEFT_PADDED = np.array([[0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]], bool)
 

@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.replay import assigned_load, sample_load
+from relibra_jax.contract.replay_files import load_replay
+from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.replay import assigned_load, sample_load
-from relibra_jax.replay_files import load_replay
-from relibra_jax.types import RoutingReplay, Topology
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from relibra_jax.cli.advise.pricing import Advice, best_slots, fastest_point
 from relibra_jax.cli.advise.strategies import strategies
 from relibra_jax.cli.advise.thresholds import Point, route_some_evenly, threshold
 from relibra_jax.cli.main import main
-from relibra_jax.replay import check_replay
+from relibra_jax.contract.replay import check_replay
 from relibra_jax.traces.read import read_trace
 
 

@@ -14,12 +14,12 @@ from gpu_interpreter import gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.swap_annealing import swap_annealing
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning import annealing
 from relibra_jax.planning.annealing import Bins, bin_load, draw_steps
 from relibra_jax.planning.annealing_on_gpu import anneal_on_gpu, place_experts_on_gpu
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.types import Topology
 
 HOT = 0.3
 """A temperature at which about half of the steps swap, in units of the imbalance of a few random items."""

@@ -17,13 +17,13 @@ from experiments.aot.update_checks import (
     judge_batches,
     look_into_layers,
 )
-from relibra_jax.capacity import Capacities, ExchangeSizes, count_capacities
+from relibra_jax.contract.types import Price, Topology, layer_plans
 from relibra_jax.cost.copies import push_time
 from relibra_jax.cost.cost_model import WEIGHT_BYTES
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.execution import ExpertParallel, expert_mesh
-from relibra_jax.resident_push import PushSizes
-from relibra_jax.types import Topology, UnitTimes, layer_plans
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes, count_capacities
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
 LOCAL, NODE, ALL = (
@@ -235,8 +235,7 @@ def test_cost_model_and_buffers_agree_on_the_bytes_of_a_plan(fill):
 
     nothing = dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push", "push_inside"), 0.0)
     across, inside = (
-        float(push_time(plan, topology, UnitTimes(**(nothing | {name: 1.0}))))
-        for name in ("push", "push_inside")
+        float(push_time(plan, topology, Price(**(nothing | {name: 1.0})))) for name in ("push", "push_inside")
     )
     expert = 3 * 16 * 4 * WEIGHT_BYTES
     assert sent["push", "node"] == round(expert * across)

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from support.costs import NEEDED
 from support.plans import random_routing
 
+from relibra_jax.contract.plan import expert_totals
+from relibra_jax.contract.replay import assigned_load, sample_load
+from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, Topology
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import expert_totals
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import sample_routes
-from relibra_jax.replay import assigned_load, sample_load
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, Topology
+from relibra_jax.routing.visits import node_visits
 
 KEY = jax.random.key(0)
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -227,7 +227,7 @@ def test_no_random_assignment_takes_less_modelled_time(hierarchical):
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=24, tokens=40, layers=2, experts=12, top_k=2)
     path = "hierarchical" if hierarchical else "flat"
-    cost = dataclasses.replace(NEEDED, path=path).unit_times(topology)
+    cost = dataclasses.replace(NEEDED, path=path).price(topology)
     load, tokens = sample_load(replay, num_experts=12), replay.mask.sum(1)
     home = np.tile(np.arange(12, dtype=np.int32), (2, 1))
     result = assign_samples(

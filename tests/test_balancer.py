@@ -28,6 +28,7 @@ from relibra_jax import (
     sample_load,
     static,
 )
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
@@ -42,7 +43,6 @@ from relibra_jax.nnx import (
 from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.types import EMPTY
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2

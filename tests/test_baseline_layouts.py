@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relibra_jax.plan import node_quota, rank_load, replica_experts
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import node_quota, rank_load, replica_experts
+from relibra_jax.contract.types import EMPTY, Price, Topology, layer_plans
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.foremoe import foremoe
 from relibra_jax.planning.baselines.laer import copy_counts, laer
 from relibra_jax.planning.metrics import cross_node_load, replication_bound
-from relibra_jax.types import EMPTY, Topology, UnitTimes, layer_plans
 
 EP8 = Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=4)
 TWO_NODES = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -198,17 +198,15 @@ def port_of_layout(load, counts, topology):
     return tokens
 
 
-def unit_times(**seconds):
-    return UnitTimes(
-        **(dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push"), 0.0) | seconds)
-    )
+def price(**seconds):
+    return Price(**(dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push"), 0.0) | seconds))
 
 
 def test_laer_places_and_routes_as_a_port_does():
     rng = np.random.default_rng(0)
     load = jnp.asarray(rng.lognormal(4, 1.5, (DRAWS, 1, 2, 4, 32)), jnp.int32)
     even = jnp.full_like(load, 64)
-    plan = plan_with(laer(perturbations=0), load, TWO_NODES, before=even, cost=unit_times(copy=1.0))
+    plan = plan_with(laer(perturbations=0), load, TWO_NODES, before=even, cost=price(copy=1.0))
     check_plan(plan, load, TWO_NODES, across_nodes=True)
     by_rank = np.asarray(load).reshape(DRAWS, 8, 32)
     result = np.asarray(rank_load(plan)).reshape(DRAWS, 8)
@@ -237,7 +235,7 @@ def test_laer_weighs_communication_against_compute():
     even = jnp.full_like(load, 64)
 
     def outcome(**seconds):
-        plan = plan_with(laer(perturbations=16), load, TWO_NODES, before=even, cost=unit_times(**seconds))
+        plan = plan_with(laer(perturbations=16), load, TWO_NODES, before=even, cost=price(**seconds))
         crossing = cross_node_load(layer_plans(plan, load)).sum()
         return int(crossing), int(rank_load(plan).max((-2, -1)).sum())
 

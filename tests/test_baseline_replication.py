@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.cli.claims.own_loads import skewed_ranks
-from relibra_jax.plan import contiguous_homes, rank_load, replica_count, replica_experts
-from relibra_jax.plan_check import check_plan
+from experiments.claims.own_loads import skewed_ranks
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import contiguous_homes, rank_load, replica_count, replica_experts
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.metrics import imbalance, replication_bound
-from relibra_jax.types import EMPTY, Topology
 
 
 def one_node(ranks, experts, slots):

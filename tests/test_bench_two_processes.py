@@ -13,8 +13,8 @@ from rich.console import Console
 from experiments.bench_two_processes import crossing_bytes, report, runs
 from experiments.contenders import draw_samples, plan_contender, route_evenly
 from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution import expert_mesh
-from relibra_jax.types import EMPTY, Topology
 
 TRACE = synthetic_trace(samples=16, mean_tokens=24, layers=2, num_experts=8, top_k=2, skew=1.5)
 NODES = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)

@@ -5,9 +5,9 @@ import pytest
 
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.options import Batching, Ranks
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.bootstrap import bootstrap
 from relibra_jax.traces.trace import make_trace
-from relibra_jax.types import RoutingReplay
 
 TOPOLOGY = Ranks(nodes=2, ranks_per_node=2).topology(32)
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_drawn(trace, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             make_batches(trace, Batching(**options), TOPOLOGY)
-    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**20)
     with pytest.raises(
         ValueError, match="numbered: drawing 9 batches of 2000 samples x 20 tokens x 2 layers x top-1"
     ):

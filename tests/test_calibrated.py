@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from relibra_jax.replay import check_replay
+from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.calibrate import calibrate, measure_likeness
 from relibra_jax.traces.calibrated import GPT_OSS_20B, SYNTHETIC, draw_trace
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.statistics import count_load, load_spread, pair_lift
 from relibra_jax.traces.trace import make_trace
-from relibra_jax.types import RoutingReplay
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,6 @@ def test_what_cannot_be_drawn_or_measured(monkeypatch):
         ValueError, match="few has 40 samples with tokens, and top-1 of 8 experts; a calibration needs"
     ):
         measure_likeness(few)
-    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**20)
     with pytest.raises(ValueError, match=r"drawing 1024 samples x \d+ tokens x 8 layers of 32 experts needs"):
         draw_trace(GPT_OSS_20B)

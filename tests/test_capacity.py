@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import planned, random_plan, random_routing
 
-from relibra_jax.capacity import (
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.replay_files import load_replay
+from relibra_jax.contract.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    LayerPlan,
+    RoutingReplay,
+    Topology,
+    layer_plans,
+)
+from relibra_jax.routing.sizes import (
     check_capacities,
     count_capacities,
     export_count,
@@ -21,11 +32,8 @@ from relibra_jax.capacity import (
     with_spare_room,
     worst_case_capacities,
 )
-from relibra_jax.node_visits import node_visits
-from relibra_jax.replay import expert_load
-from relibra_jax.replay_files import load_replay
-from relibra_jax.token_split import refit_quota, source_quota
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology, layer_plans
+from relibra_jax.routing.split import refit_quota, source_quota
+from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
 """The topology; planners leave its resident slots empty, and random plans fill them."""

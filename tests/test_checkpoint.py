@@ -16,11 +16,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, expert_mesh
 from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.types import Topology
 
 LAYERS, EXPERTS = 3, 16
 RNG = np.random.default_rng(0)
@@ -197,7 +197,7 @@ CHILD = """
     import jax, numpy as np, orbax.checkpoint as ocp
     from relibra_jax.execution.checkpoint import save_checkpoint
     from relibra_jax.execution.mesh import expert_mesh, rank_sharding
-    from relibra_jax.types import Topology
+    from relibra_jax.contract.types import Topology
 
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:4])

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.damage import cut_in_half, files_under, flip_bit_of, flip_middle_bit
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh
-from relibra_jax.types import Topology
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
 HOME = np.array([[3, 1, 0, 2, 7, 6, 5, 4]])

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Planner, TokenSample, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.step_time import layer_time, rank_time
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
@@ -24,7 +25,6 @@ from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Planner, TokenSample, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 COST_MODEL = CostModel(
@@ -59,7 +59,7 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
         lplb(across_nodes=across),
     ]
     parts = [Planner(part.init, jax.jit(part.update)) for part in parts]
-    planner, cost = cheapest(parts), COST_MODEL.unit_times(TOPOLOGY)
+    planner, cost = cheapest(parts), COST_MODEL.price(TOPOLOGY)
     states = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
     @jax.jit
@@ -94,7 +94,7 @@ def test_competitors_get_the_extra_arguments_that_they_name():
         return plan, state + 1
 
     planner_with_cost = Planner(lambda topology, num_layers, *, key: 5, update)
-    planner, cost = cheapest([static(), planner_with_cost]), COST_MODEL.unit_times(TOPOLOGY)
+    planner, cost = cheapest([static(), planner_with_cost]), COST_MODEL.price(TOPOLOGY)
     state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
     assert state == ((), 5)
     load, home = random_load(0), np.zeros((2, 32), np.int32)
@@ -109,7 +109,7 @@ def test_nothing_to_choose_from():
     with pytest.raises(ValueError, match="cheapest needs at least one planner"):
         cheapest([])
     planner, load = cheapest([static()]), random_load(0)
-    for some in ({}, {"cost": COST_MODEL.unit_times(TOPOLOGY)}, {"tokens": TOKENS}):
+    for some in ({}, {"cost": COST_MODEL.price(TOPOLOGY)}, {"tokens": TOKENS}):
         with pytest.raises(ValueError, match="cheapest compares modelled times, so it needs cost and tokens"):
             planner.update(load, ((),), TOPOLOGY, **some)
 
@@ -118,7 +118,7 @@ def test_nothing_to_choose_from():
 def test_replicas_leave_the_node_only_behind_attention(scale, expected):
     load = random_load(0)
     by_expert, home = load.sum((2, 3)), jnp.tile(jnp.arange(32)[None], (2, 1))
-    cost = dataclasses.replace(COST_MODEL, scale=scale).unit_times(TOPOLOGY)
+    cost = dataclasses.replace(COST_MODEL, scale=scale).price(TOPOLOGY)
     run = functools.partial(replicate_while_hidden, topology=TOPOLOGY, cost=cost, tokens=TOKENS)
     plan = jax.jit(run)(by_expert, home)
     check_plan(plan, load, TOPOLOGY, across_nodes=expected == "far")

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from relibra_jax.cli.claims.behind import behind
-from relibra_jax.cli.claims.cells import Cell, CellResult, run_cell
-from relibra_jax.cli.claims.measured import WHOLE_UPDATES, Measurement, read_measured
-from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
-from relibra_jax.cli.claims.published import CLAIMS, figure_of
-from relibra_jax.cli.claims.report import SWEEPS, write_report
-from relibra_jax.cli.claims.results import Results
-from relibra_jax.cli.claims.rivals import best_rival, best_rows
-from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
-from relibra_jax.cli.claims.settings import SYNTHETIC, full_studies, quick_studies
+from experiments.claims.behind import behind
+from experiments.claims.cells import Cell, CellResult, run_cell
+from experiments.claims.measured import WHOLE_UPDATES, Measurement, read_measured
+from experiments.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
+from experiments.claims.published import CLAIMS, figure_of
+from experiments.claims.report import SWEEPS, write_report
+from experiments.claims.results import Results
+from experiments.claims.rivals import best_rival, best_rows
+from experiments.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
+from experiments.claims.settings import SYNTHETIC, full_studies, quick_studies
 from relibra_jax.cli.main import main
 from relibra_jax.cli.options import Batching, Costs, Ranks
-from relibra_jax.plan import rank_load
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import Topology
 
 KEPT = Path(__file__).parents[1] / "experiments" / "results"
 
@@ -190,7 +190,7 @@ def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
         slots_by_row.update(dict.fromkeys(chosen, topology.resident_slots))
         return []
 
-    monkeypatch.setattr("relibra_jax.cli.claims.cells.compare", compare)
+    monkeypatch.setattr("experiments.claims.cells.compare", compare)
     for slots in (0, 2):
         cell = Cell(ranks=Ranks(resident_slots=slots), batching=Batching(), costs=Costs())
         with pytest.raises(KeyError):

@@ -19,18 +19,18 @@ from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.planner_runs import Contender, run_contender
+from relibra_jax.contract.plan_files import load_plan
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import EMPTY, Planner
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.starts import start_assignment
-from relibra_jax.replay import expert_load
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import EMPTY, Planner
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_every_planner_gets_the_same_input(trace, batches):
     entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that records its input")
     costs = Costs(dispatch="flat", updates=1, recompute=True, cluster="gb200-nvl72", context=1000.0)
     model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
-    cost = model.unit_times(TOPOLOGY)
+    cost = model.price(TOPOLOGY)
     (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=cost, seed=0)
     lengths = batches.replays[-1].mask.sum(1)
     packed = start_assignment(lengths, TOPOLOGY, num_micro_batches=batches.num_micro_batches, cost=cost)
@@ -179,7 +179,7 @@ def test_every_planner_gets_the_same_input(trace, batches):
 def test_a_contender_is_planned_as_a_user_plans(trace, batches, layout):
     """The plans are those of `plan_batch` with the keys of a Balancer, bit for bit."""
     model = make_cost_model(Costs(row_layout=layout), read_trace(trace), batches, TOPOLOGY)
-    cost, relibra = model.unit_times(TOPOLOGY), PLANNERS["relibra"]
+    cost, relibra = model.price(TOPOLOGY), PLANNERS["relibra"]
     contender = Contender(entry=relibra, assign=assign_samples)
     (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=cost, seed=3, timed_runs=0)
     planner_key, key = jax.random.split(jax.random.key(3))
@@ -213,7 +213,7 @@ def test_the_cost_model_is_that_of_the_options(trace, batches):
 @pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])
 def test_forecast_errors_are_those_of_the_planners_forecast(trace, batches, name):
     entry, model = PLANNERS[name], make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
-    cost = model.unit_times(TOPOLOGY)
+    cost = model.price(TOPOLOGY)
     (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=cost, seed=0, timed_runs=0)
     before, now = (
         expert_load(
@@ -245,7 +245,7 @@ def test_initial_moves_are_not_counted(trace, batches, name, moves):
     model = make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS[name])
     (planned,), _ = run_contender(
-        contender, batches, TOPOLOGY, cost=model.unit_times(TOPOLOGY), seed=0, timed_runs=0
+        contender, batches, TOPOLOGY, cost=model.price(TOPOLOGY), seed=0, timed_runs=0
     )
     contiguous = np.arange(16)[None]
     assert (np.asarray(planned.batch_plan.plan.home) != contiguous).any()
@@ -258,7 +258,7 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster)
     """Under static placement an expert is on one node, so tokens cross if they lie on another node."""
     model = make_cost_model(Costs(dispatch=dispatch, cluster=cluster), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS["static"])
-    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(TOPOLOGY), seed=0)
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.price(TOPOLOGY), seed=0)
     ids, mask = planned.replay
     tokens, sent, busiest = 0, 0, 0.0
     for ranks in np.asarray(planned.batch_plan.assignment.sample):
@@ -281,7 +281,7 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster)
         if cluster != "h100":
             ends = ends.mean(-1, keepdims=True)
         busiest += ends.max((0, 2, 3)).sum()
-    cost = model.unit_times(TOPOLOGY)
+    cost = model.price(TOPOLOGY)
     crossings = count_crossings(planned, TOPOLOGY, cost, visits=count_visits(planned, TOPOLOGY, cost))
     assert crossings == pytest.approx((sent / tokens, 4 * busiest / tokens))
 

@@ -44,7 +44,7 @@ def trace(tmp_path_factory):
 @pytest.fixture
 def memory(monkeypatch):
     """A function that makes this machine's memory look as small as a test needs."""
-    return lambda size: monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: size)
+    return lambda size: monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: size)
 
 
 @pytest.fixture

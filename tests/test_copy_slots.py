@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.copy_slots import copy_slots
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Topology, layer_plans
+from relibra_jax.contract.types import EMPTY, Topology, layer_plans
+from relibra_jax.routing.slots import copy_slots
+from relibra_jax.routing.split import source_quota
 
 TOKENS, TOP_K, EXPERTS = 12, 3, 8
 MESHES = {2: (2, 2), 4: (4, 1)}

@@ -10,7 +10,17 @@ import pytest
 from support.costs import CLUSTER, MODEL, NEEDED
 from support.plans import planned, random_plan, random_routing
 
-from relibra_jax.capacity import count_capacities, grow_capacities, with_spare_room
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    Plan,
+    Price,
+    RoutingReplay,
+    Topology,
+    layer_plans,
+)
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.copies import fetch_time, reorder_time
 from relibra_jax.cost.cost_model import CostModel
@@ -20,21 +30,11 @@ from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.cost.traffic import count_sent, count_traffic
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.migration import move_tables
-from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.metrics import cross_node_load
-from relibra_jax.replay import expert_load
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import (
-    EMPTY,
-    Assignment,
-    BatchPlan,
-    Plan,
-    RoutingReplay,
-    Topology,
-    UnitTimes,
-    layer_plans,
-)
+from relibra_jax.routing.sizes import count_capacities, grow_capacities, with_spare_room
+from relibra_jax.routing.split import source_quota
+from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 FLAT = dataclasses.replace(NEEDED, path="flat")
@@ -48,7 +48,7 @@ ACROSS, INSIDE = 4 * 8 / 100 / 0.5, 4 * 8 / 1000 / 0.5
 
 def price(cost_model=FLAT, topology=TOPOLOGY, **changes):
     """Return the unit times of a cost model with some changes."""
-    return dataclasses.replace(cost_model, **changes).unit_times(topology)
+    return dataclasses.replace(cost_model, **changes).price(topology)
 
 
 def padded(**changes):
@@ -90,7 +90,7 @@ def test_hops_of_hierarchical_dispatch_run_one_after_the_other(batch_plan):
 
 def test_attention_is_that_of_every_sample():
     """Samples attend to themselves alone, so two short ones cost half of a long one; rows have one length."""
-    cost = UnitTimes(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+    cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
     assignment = Assignment(np.array([[[[0, 1]], [[2, EMPTY]]], [[[3, EMPTY]], [[EMPTY, EMPTY]]]]))
     seconds, positions = attention_time(assignment, np.array([4, 4, 8, 6]), cost)
     assert float(positions) == 8, "of the fullest rank of any micro-batch"
@@ -99,9 +99,7 @@ def test_attention_is_that_of_every_sample():
 
 def test_padded_rows_cost_what_their_positions_cost():
     """Both rows of a rank are as long as T, or as the longest sample, with one sample in them or none."""
-    cost = UnitTimes(
-        token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded"
-    )
+    cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded")
     assignment = Assignment(np.array([[[[0, 1]], [[EMPTY, EMPTY]]]]))
     for row_tokens, row in ((None, 5), (16.0, 16)):
         seconds, positions = attention_time(assignment, np.array([3, 5]), cost, row_tokens=row_tokens)
@@ -230,7 +228,7 @@ def test_a_move_costs_as_much_inside_a_node_as_between_nodes():
 def test_moves_are_those_of_the_migration():
     """As many experts are priced as `migrate_experts` sends from every rank."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=24, replica_slots=0)
-    cost = UnitTimes(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=1.0, push=0.0)
+    cost = Price(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=1.0, push=0.0)
     rng = np.random.default_rng(0)
     for moved in range(0, 25, 3):
         home = np.stack([rng.permutation(24) for _ in range(3)])
@@ -418,7 +416,7 @@ def test_balanced_is_a_bound_at_real_sizes(name):
     share = rng.zipf(1.5, (2, 1, 1, 1, model.num_experts)).clip(0, 50).astype(float)
     copies = 4096 * model.top_k * share / share.sum(-1, keepdims=True)
     load = jnp.asarray(np.broadcast_to(copies, (2, 1, 2, 4, model.num_experts)), jnp.int32)
-    cost = CostModel(cluster=CLUSTERS["h100"], model=model, path="flat").unit_times(topology)
+    cost = CostModel(cluster=CLUSTERS["h100"], model=model, path="flat").price(topology)
     assignment, lengths = assign_in_order(16, topology, num_micro_batches=2), np.full(16, 4096)
     bound = balanced_time(load, lengths, topology, cost)
     for name in ("static", "eplb"):
@@ -465,8 +463,8 @@ def test_a_shared_link_carries_what_the_whole_node_sends(batch_plan):
 )
 def test_passes_of_a_stage(batch_plan, stage, compute, exchange):
     """Forward passes multiply attention, experts and replicas; exchanges multiply rows and buffers."""
-    forward = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.unit_times(TOPOLOGY, updates=0, recompute=True))
-    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.unit_times(TOPOLOGY, **stage))
+    forward = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.price(TOPOLOGY, updates=0, recompute=True))
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.price(TOPOLOGY, **stage))
     times = {"attention": compute, "compute": compute, "exposed": compute, "exchange": exchange / 2}
     for part, factor in (times | {"gather": exchange / 2}).items():
         np.testing.assert_allclose(getattr(time, part), factor * getattr(forward, part), rtol=1e-6)
@@ -494,7 +492,7 @@ def test_stages_add_up():
     batch = whole_batch()
 
     def run(previous_home, **passes):
-        cost = ONCE.unit_times(TOPOLOGY, **passes)
+        cost = ONCE.price(TOPOLOGY, **passes)
         return batch_time(**batch | {"previous_home": previous_home}, topology=TOPOLOGY, cost=cost)
 
     home = batch["previous_home"]
@@ -680,8 +678,8 @@ def test_a_price_is_for_the_experts_of_the_model():
     with pytest.raises(
         ValueError, match="cost: the model has num_experts=8, but the topology has num_experts=4"
     ):
-        NEEDED.unit_times(dataclasses.replace(TOPOLOGY, num_experts=4))
-    assert NEEDED.unit_times(dataclasses.replace(TOPOLOGY, num_experts=12)).copy == price().copy
+        NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=4))
+    assert NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=12)).copy == price().copy
 
 
 def test_faster_ranks_by_hand(batch_plan):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from support.costs import MODEL, NEEDED
 
+from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, Plan, Topology, layer_plans
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.memory import check_rank_memory, rank_memory
 from relibra_jax.cost.models import MODELS
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, Plan, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=6, replica_slots=1, resident_slots=2)
 
@@ -30,7 +30,7 @@ def resident_plan(where, layers=1):
 
 def cost_of(topology=TOPOLOGY, **changes):
     model = dataclasses.replace(MODEL, num_experts=6)
-    return dataclasses.replace(NEEDED, **{"path": "flat", "model": model} | changes).unit_times(topology)
+    return dataclasses.replace(NEEDED, **{"path": "flat", "model": model} | changes).price(topology)
 
 
 def seconds_of(plan, topology=TOPOLOGY, **changes):

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from relibra_jax.cli.deploy.rows import InFlight, over_micro_batches
+from experiments.deploy.deployments import Deployment, Score, Search
+from experiments.deploy.rows import InFlight, over_micro_batches
 from relibra_jax.cli.main import main
-from relibra_jax.serving.deployments import Deployment, Score, Search
 
 FEW = ["--expert-groups", "4", "--replica-slots", "0", "1", "--attention-copies", "8", "16"]
 
@@ -112,7 +112,7 @@ def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
     "setting", [("--slo", "0"), ("--context", "nan"), ("--expert-price", "-1"), ("--sequences", "0")]
 )
 def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch, tmp_path):
-    monkeypatch.setattr("relibra_jax.cli.deploy.command.make_rows", pytest.fail)
+    monkeypatch.setattr("experiments.deploy.command.make_rows", pytest.fail)
     assert main(["deploy", *setting, "--out", str(tmp_path)]) == 2
 
 

@@ -10,15 +10,15 @@ import pytest
 from support.costs import CLUSTER, MODEL
 from support.ping_pong import run_schedule
 
-from relibra_jax.serving.deployments import Clusters, Deployment, Grid, score_deployments, search_deployment
-from relibra_jax.serving.device_memory import attention_memory, expert_memory
-from relibra_jax.serving.expert_devices import (
+from experiments.deploy.deployments import Clusters, Deployment, Grid, score_deployments, search_deployment
+from experiments.deploy.device_memory import attention_memory, expert_memory
+from experiments.deploy.expert_devices import (
     contiguous_placement,
     even_placement,
     merge_rows,
     plan_placement,
 )
-from relibra_jax.serving.simulated_step import simulate_deployment
+from experiments.deploy.simulated_step import simulate_deployment
 
 MODEL = dataclasses.replace(MODEL, moe_layers=3, shared_width=2, expert_width=4, heads=8)
 OTHER = dataclasses.replace(CLUSTER, memory=3e4, memory_bandwidth=9000.0, slow_bandwidth=300.0)
@@ -264,7 +264,7 @@ def test_bad_input(changes, message):
 
 @pytest.mark.slow
 def test_a_grid_too_large_for_this_machine(monkeypatch):
-    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**30)
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**30)
     grid = dataclasses.replace(GRID, sequences=(1,) * 10**6)
     with pytest.raises(ValueError, match="a grid of 162000000 deployments x 3 layers needs 22 GiB of memory"):
         search_deployment(MODEL, CLUSTERS, PLACEMENTS, slo=1.0, context=CONTEXT, grid=grid)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
-from relibra_jax.types import EMPTY, Topology
 
 
 @pytest.fixture(scope="session")

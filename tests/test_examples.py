@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.examples import counts, torch_arrays
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 
 @pytest.mark.slow

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from relibra_jax.serving.drawn_batches import draw_micro_batches
-from relibra_jax.serving.expert_devices import (
+from experiments.deploy.drawn_batches import draw_micro_batches
+from experiments.deploy.expert_devices import (
     contiguous_placement,
     even_placement,
     group_copies,
     merge_rows,
     plan_placement,
 )
-from relibra_jax.types import RoutingReplay
+from relibra_jax.contract.types import RoutingReplay
 
 
 def test_replicas_share_what_their_expert_has():

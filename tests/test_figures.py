@@ -6,11 +6,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from experiments.claims.cells import CellResult
+from experiments.claims.figures import draw_planners
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.claims.cells import CellResult
-from relibra_jax.cli.claims.figures import draw_planners
 from relibra_jax.cli.figures import PARTS, compare_figure
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
@@ -99,7 +99,7 @@ def test_the_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
     outcomes = compare(contenders, batches, topology, cost_model)
     for each in outcomes:
         batch = each.batches[-1]
-        cost = cost_model.unit_times(topology, updates=0, recompute=True)
+        cost = cost_model.price(topology, updates=0, recompute=True)
         visits, (lengths, _) = count_visits(batch, topology, cost), sample_lengths(batch)
         attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost)
         times = rank_time(batch.batch_plan.layer_plans(), attention, topology, cost, visits=visits)

@@ -14,10 +14,10 @@ from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import PlannedBatch
-from relibra_jax.hot_ranks import HotRanks
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import BatchPlan, Topology
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.replay import expert_load
-from relibra_jax.types import BatchPlan, Topology
+from relibra_jax.routing.hot_ranks import HotRanks
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
 PROGRAMS = {

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relibra_jax.plan import rank_load
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import RoutingReplay, Topology, Transitions
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.forecasts import FORECASTS, average, expect_loads
 from relibra_jax.planning.baselines.lplb import lplb
@@ -21,7 +22,6 @@ from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.transitions import count_transitions, transitions_for
-from relibra_jax.types import RoutingReplay, Topology, Transitions
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
 TABLES = ("next_token", "across_layers")

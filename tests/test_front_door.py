@@ -104,7 +104,7 @@ def planned(topology, cost, stages):
         plan, _ = plan_batch(
             *(replay(), PLANNER, state, topology),
             num_micro_batches=2,
-            cost=cost.unit_times(topology),
+            cost=cost.price(topology),
             **options,
         )
         return [plan]
@@ -112,7 +112,7 @@ def planned(topology, cost, stages):
     plans, _ = plan_stages(
         *(replay(), PLANNER, state, topology),
         num_micro_batches=STAGES[stages]["num_micro_batches"],
-        cost=[cost.unit_times(topology, **each) for each in passes],
+        cost=[cost.price(topology, **each) for each in passes],
         **options,
     )
     return plans
@@ -123,7 +123,7 @@ def compared(topology, cost):
     contender = Contender(entry=PlannerEntry(planner=PLANNER, summary="relibra"), assign=ASSIGN)
     batches = Batches([replay()], num_micro_batches=2, history=0, samples_left=0)
     (run,), _ = run_contender(
-        *(contender, batches, topology), cost=cost.unit_times(topology), seed=0, timed_runs=0
+        *(contender, batches, topology), cost=cost.price(topology), seed=0, timed_runs=0
     )
     return run.batch_plan
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.gating import GATINGS, Gating, balance_loss, check_gating, gates_at, select_experts
-from relibra_jax.types import EMPTY
 
 EXPERTS = 32
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from experiments.gpu_day.report import OPERATIONS
 from experiments.gpu_day.steps import all_steps, hopper_checks
 from pallas_kernels.compare import NORM_LIMIT, check_close
 from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 
 def test_sizes_keep_proportions():

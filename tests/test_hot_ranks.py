@@ -16,11 +16,11 @@ from test_moe import RANKS, gates_of, routings, topology_of, weights
 
 import relibra_jax.execution.moe
 from pallas_kernels import grouped_mlp
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import LayerPlan, Topology, layer_plans
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, prepare_layer
-from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.nnx import in_float8
-from relibra_jax.plan import home_layout
-from relibra_jax.types import LayerPlan, Topology, layer_plans
+from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
 
 TOPOLOGY = topology_of("2x4", 0)
 VALUES = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())

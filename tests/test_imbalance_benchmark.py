@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from relibra_jax.replay import check_replay, sample_load
+from relibra_jax.contract.replay import check_replay, sample_load
 from relibra_jax.traces.imbalance_benchmark import WORKLOADS, imbalance_benchmark
 from relibra_jax.traces.read import read_trace
 
@@ -124,6 +124,6 @@ def test_what_cannot_be_drawn(options, message):
 
 
 def test_memory_is_counted_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**20)
     with pytest.raises(ValueError, match="W1: 768 samples x 64 tokens x 4 layers needs 1 GiB of memory"):
         imbalance_benchmark("W1")

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from experiments.rl.policy import POLICIES, TINY, token_log_probs
+from relibra_jax.contract.types import LayerPlan, RoutingReplay, Topology
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import LanguageModel, make_model
 from relibra_jax.models.attention import Attention, attention_implementation
@@ -23,7 +24,6 @@ from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import LayerPlan, RoutingReplay, Topology
 
 SIZES = {
     "width": 16,

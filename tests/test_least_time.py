@@ -10,14 +10,14 @@ import pytest
 from support.costs import CLUSTER, MODEL, NEEDED
 from support.plans import compiled_update, random_plan, random_routing
 
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.least_time import LeastTime, least_time
-from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.replay import expert_load
-from relibra_jax.types import BatchPlan, RoutingReplay, Topology, UnitTimes
+from relibra_jax.routing.visits import node_visits
 
 PATHS = ("flat", "hierarchical")
 TOLERANCE = 1 + 1e-5  # modelled times are float32
@@ -56,7 +56,7 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
     """Compare the bound with the modelled time of a plan, on both paths, as needed and as sent."""
     lengths = replay.mask.sum(1)
     for path, cost_model in itertools.product(PATHS, cost_models):
-        cost = dataclasses.replace(cost_model, path=path).unit_times(where)
+        cost = dataclasses.replace(cost_model, path=path).price(where)
         visits = node_visits(replay, batch_plan, where) if cost.hierarchical else None
         seconds = float(batch_time(batch_plan, lengths, where, cost, visits=visits).total)
         bound = least_time(replay, where, cost=cost, across_nodes=across_nodes).total
@@ -95,7 +95,7 @@ def test_separable_samples_need_no_crossings(path):
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
-    cost = UnitTimes(
+    cost = Price(
         token=1.0,
         copy=1.0,
         crossing=5.0,
@@ -113,7 +113,7 @@ def test_all_in_one_node_is_a_plan_too(path, price):
     """With cheap attention and compute, all samples may be on the node of the only experts that they use."""
     replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
-    cost = UnitTimes(
+    cost = Price(
         token=price,
         copy=price,
         crossing=1.0,
@@ -128,7 +128,7 @@ def test_all_in_one_node_is_a_plan_too(path, price):
 @pytest.mark.parametrize("path", PATHS)
 def test_attention_of_one_long_sample_is_shared_by_nobody(path):
     """Squared lengths count by sample: half the tokens in one sample cost more than all in short ones."""
-    cost = UnitTimes(token=0.0, pair=1.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+    cost = Price(token=0.0, pair=1.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
     ids = np.zeros((2, 4, 1, 1), np.uint8)
     where = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
     for mask, squares in (([[1, 1, 1, 1], [0, 0, 0, 0]], 16), ([[1, 1, 0, 0], [1, 1, 0, 0]], 8)):
@@ -138,11 +138,11 @@ def test_attention_of_one_long_sample_is_shared_by_nobody(path):
 
 def test_a_batch_without_tokens_takes_no_time():
     replay = RoutingReplay(np.zeros((2, 3, 1, TOP_K), np.uint8), np.zeros((2, 3), bool))
-    assert least_time(replay, topology(), cost=NEEDED.unit_times(topology())) == LeastTime(0.0, 0.0, 0.0)
+    assert least_time(replay, topology(), cost=NEEDED.price(topology())) == LeastTime(0.0, 0.0, 0.0)
 
 
 def test_a_negative_cost_is_rejected():
-    cost = dataclasses.replace(NEEDED.unit_times(topology()), crossing=-1.0)
+    cost = dataclasses.replace(NEEDED.price(topology()), crossing=-1.0)
     with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
         least_time(routed(0), topology(), cost=cost)
 
@@ -170,7 +170,7 @@ def sent_and_computed(replay, layer, home, extra, *, hierarchical):
 
 
 def least_by_trying(replay, nodes, experts, micro_batches, cost, *, residents=0):
-    """Find the least seconds over all assignments, homes and residents, with one rank per node, in `UnitTimes`.
+    """Find the least seconds over all assignments, homes and residents, with one rank per node, in `Price`.
 
     A copy goes to the nearest slot. That is optimal if compute is free, so with residents compute must be free.
     """
@@ -213,7 +213,7 @@ def test_below_the_best_of_all(name, path, prices):
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)
     costs = PRICES[prices] | ({"copy": 0.0} if residents else {})
-    cost = UnitTimes(crossing=1.0, spread=0.0, move=0.0, hierarchical=path == "hierarchical", **costs)
+    cost = Price(crossing=1.0, spread=0.0, move=0.0, hierarchical=path == "hierarchical", **costs)
     where = Topology(
         num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0, resident_slots=residents
     )

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.baselines.graphs import GRAPHS, default_graph, graph_edges
 from relibra_jax.planning.baselines.lplb import lplb, split_over_edges
 from relibra_jax.planning.metrics import imbalance
-from relibra_jax.types import Topology
 
 
 def largest_rank_load(load, capacity, edges):

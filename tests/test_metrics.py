@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from support.plans import planned
 
+from relibra_jax.contract.types import Topology, layer_plans
 from relibra_jax.planning.metrics import (
     batch_imbalance,
     cross_node_load,
     imbalance,
     moved_experts,
 )
-from relibra_jax.types import Topology, layer_plans
 
 
 def test_imbalance_of_each_micro_batch():

@@ -14,13 +14,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts, migration_step, move_tables
 from relibra_jax.nnx import MoELayer, reorder_experts
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
-from relibra_jax.types import Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=1)
 RANKS = (2, 4)

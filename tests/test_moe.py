@@ -14,16 +14,16 @@ from support.dense import assert_close, mixture
 from support.layer import run_layer
 from support.plans import load_of, planned, random_plan
 
-from relibra_jax.capacity import count_capacities
-from relibra_jax.exchange_rules import PATHS
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import EMPTY, Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
 )
-from relibra_jax.plan import home_layout
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Topology, layer_plans
+from relibra_jax.routing.exchange_rules import PATHS
+from relibra_jax.routing.sizes import count_capacities
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2

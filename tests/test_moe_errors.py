@@ -24,11 +24,11 @@ from test_moe import (
     weights,
 )
 
-from relibra_jax.capacity import ExchangeSizes, worst_case_capacities
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, RoutingReplay
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, prepare_layer
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import home_layout
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay
+from relibra_jax.routing.sizes import ExchangeSizes, worst_case_capacities
+from relibra_jax.routing.visits import node_visits
 
 
 @functools.cache

@@ -14,12 +14,12 @@ from support.dense import assert_close as assert_within
 from support.dense import mixture
 from support.plans import compiled_update, load_of, random_plan
 
-from relibra_jax.capacity import count_capacities
+from relibra_jax.contract.types import EMPTY, Topology, layer_plans
 from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, optimizer_layers, rank_sharding
 from relibra_jax.execution.gating import GATINGS, balance_loss
 from relibra_jax.nnx import ExpertParam, MoELayer, expert_labels, reorder_experts, set_homes
-from relibra_jax.token_split import refit_quota
-from relibra_jax.types import EMPTY, Topology, layer_plans
+from relibra_jax.routing.sizes import count_capacities
+from relibra_jax.routing.split import refit_quota
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 SHAPE, WIDTH, HIDDEN, EXPERTS, TOP_K = (16, 5), 8, 6, 16, 2

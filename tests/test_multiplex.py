@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.multiplex.comparison import ALONE, COLOCATED, GROUPS, OPTIMUM, SORTED
+from experiments.multiplex.job_files import read_jobs
+from experiments.multiplex.run_metrics import ROLLOUT_TIMES, TRAINING_TIMES, job_from_run, read_durations
 from experiments.rl.metrics import EVALUATE, LEARN, WARM_UP, names_of
 from relibra_jax.cli.main import main
-from relibra_jax.cli.multiplex.comparison import ALONE, COLOCATED, GROUPS, OPTIMUM, SORTED
-from relibra_jax.sharing.job_files import read_jobs
-from relibra_jax.sharing.run_metrics import ROLLOUT_TIMES, TRAINING_TIMES, job_from_run, read_durations
 
 ROOT = Path(__file__).parents[1]
 TIMES = (*ROLLOUT_TIMES, *TRAINING_TIMES)
@@ -202,7 +202,7 @@ def test_metrics_that_are_not_text(refused, tmp_path, run):
 
 @pytest.mark.parametrize("inside", ["", "folder", "a/b"])
 def test_a_file_where_the_folder_should_be(tmp_path, capsys, monkeypatch, inside):
-    monkeypatch.setattr("relibra_jax.cli.multiplex.command.compare_ways", None)
+    monkeypatch.setattr("experiments.multiplex.command.compare_ways", None)
     (tmp_path / "file").write_text("mine")
     assert main(["multiplex", "--out", str(tmp_path / "file" / inside)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

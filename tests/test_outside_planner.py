@@ -13,7 +13,7 @@ from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.plan import rank_load
+from relibra_jax.contract.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.read import read_trace
 
@@ -46,7 +46,7 @@ def run():
     """``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
     trace, topology = read_trace(None), Ranks(nodes=2, ranks_per_node=2).topology(16)
     batches = make_batches(trace, Batching(micro_batches=2, batch_size=512), topology)
-    cost = make_cost_model(Costs(), trace, batches, topology).unit_times(topology)
+    cost = make_cost_model(Costs(), trace, batches, topology).price(topology)
 
     def imbalance(entry):
         (planned,), _ = run_contender(Contender(entry=entry), batches, topology, cost=cost, seed=0)

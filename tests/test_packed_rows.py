@@ -12,9 +12,9 @@ from experiments.rl.configs import Train
 from experiments.rl.policy import TINY, token_log_probs
 from experiments.rl.trainer import Trainer
 from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.models import make_model
 from relibra_jax.nnx import Balancer, accumulate_gradients, check_executed, expert_mesh
-from relibra_jax.types import EMPTY
 
 CONFIG = dataclasses.replace(
     TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=23

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.ping_pong import run_schedule
 
-from relibra_jax.serving.ping_pong import simulate_ping_pong, step_time
+from experiments.deploy.ping_pong import simulate_ping_pong, step_time
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])

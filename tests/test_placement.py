@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
+from relibra_jax.contract.types import Price, TokenSample, Topology
 from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.metrics import moved_experts
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.types import TokenSample, Topology, UnitTimes
 
 KEY = jax.random.key(0)
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -155,7 +155,7 @@ def test_a_price_on_crossing_brings_experts_to_their_tokens():
     assert np.array_equal(home[0] // 4, np.arange(8) % 2)
 
 
-FREE = UnitTimes(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+FREE = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
 
 
 @pytest.mark.parametrize("crossing", [0.1, 10.0])

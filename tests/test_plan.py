@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.plan import assemble_plan, home_layout, node_quota, rank_load, replica_count, replica_experts
-from relibra_jax.plan_check import check_plan, check_slots
+from relibra_jax.contract.check import check_plan, check_slots
+from relibra_jax.contract.plan import (
+    assemble_plan,
+    home_layout,
+    node_quota,
+    rank_load,
+    replica_count,
+    replica_experts,
+)
+from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Topology, layer_plans
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 

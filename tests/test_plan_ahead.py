@@ -18,10 +18,10 @@ from relibra_jax import (
     rank_load,
     relibra,
 )
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.types import EMPTY
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=1)
 SAMPLES, LAYERS, MICRO_BATCHES = 48, 3, 4

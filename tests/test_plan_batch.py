@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.replay import expert_load, sample_load
+from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, Planner, Price, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.extra_args import with_extra_args
@@ -21,8 +23,6 @@ from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import replicate_experts, without_replicas
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.replay import expert_load, sample_load
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 MICRO_BATCHES = 4
@@ -235,7 +235,7 @@ def test_invalid_unit_times_are_rejected(replay, change, message):
             (),
             TOPOLOGY,
             num_micro_batches=MICRO_BATCHES,
-            cost=UnitTimes(**times | change),
+            cost=Price(**times | change),
         )
 
 

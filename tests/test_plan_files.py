@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from support.plans import planned, random_plan
 
-from relibra_jax.atomic_write import write_atomically
-from relibra_jax.engine_placements import (
+from relibra_jax.contract.plan_files import load_plan, save_plan
+from relibra_jax.contract.types import EMPTY, Plan, Topology
+from relibra_jax.planning.baselines.eplb import rebalance_experts
+from relibra_jax.rollout.engine_placements import (
     from_physical,
     from_sglang,
     homes_only,
@@ -20,9 +22,7 @@ from relibra_jax.engine_placements import (
     to_sglang,
     to_vllm,
 )
-from relibra_jax.plan_files import load_plan, save_plan
-from relibra_jax.planning.baselines.eplb import rebalance_experts
-from relibra_jax.types import EMPTY, Plan, Topology
+from relibra_jax.support.atomic_write import write_atomically
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 

@@ -10,11 +10,11 @@ from support.dense import assert_close, mixture
 from support.layer import run_layer
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.exchange_rules import PATHS
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
 from relibra_jax.execution import ExpertParallel, expert_mesh
-from relibra_jax.plan import home_layout
-from relibra_jax.plan_check import check_plan
-from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
+from relibra_jax.routing.exchange_rules import PATHS
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 RANKS, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 6, 6, 5, 2

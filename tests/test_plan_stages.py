@@ -10,11 +10,12 @@ import pytest
 from support.costs import CLUSTER, MODEL
 from support.plans import random_routing
 
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.replay import expert_load, sample_load
+from relibra_jax.contract.types import EMPTY, Planner, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import resident_experts
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.placement import place_experts
@@ -25,15 +26,14 @@ from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import sample_routes
-from relibra_jax.replay import expert_load, sample_load
-from relibra_jax.types import EMPTY, Planner, Topology
+from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
 STAGES = (2, 4)
 COST_MODEL = CostModel(cluster=CLUSTER, model=MODEL, scale=100.0, recompute=True)
 COSTS = (
-    COST_MODEL.unit_times(TOPOLOGY, updates=0, recompute=True),
-    COST_MODEL.unit_times(TOPOLOGY, updates=1, recompute=False),
+    COST_MODEL.price(TOPOLOGY, updates=0, recompute=True),
+    COST_MODEL.price(TOPOLOGY, updates=1, recompute=False),
 )
 """The unit times of a recompute and of an update."""
 ASSIGN = functools.partial(assign_samples, steps=200)
@@ -255,7 +255,7 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
         return batch_time(stage, lengths, TOPOLOGY, cost, visits=visits, previous_home=home)
 
     recompute, update = run(stages[0], COSTS[0], state.home), run(stages[1], COSTS[1], None)
-    together = run(stages[1], COST_MODEL.unit_times(TOPOLOGY), state.home)
+    together = run(stages[1], COST_MODEL.price(TOPOLOGY), state.home)
     assert recompute.push == 0
     assert update.push > 0
     np.testing.assert_allclose(recompute.total + update.total, together.total, rtol=1e-5)

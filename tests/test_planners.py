@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import rank_load, replica_experts
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load, replica_experts
+from relibra_jax.contract.types import EMPTY, Planner, Price, TokenSample, Topology, Transitions
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.types import EMPTY, Planner, TokenSample, Topology, Transitions, UnitTimes
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -190,7 +190,7 @@ EXTRAS = {
         *np.random.default_rng(0).integers(0, 9, (2, LAYERS, 32, 32)).astype(np.float32)
     ),
     "tokens": TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, LAYERS, 2), (5,), (5,)))),
-    "cost": UnitTimes(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
+    "cost": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
     "refine": np.tile(np.arange(32, dtype=np.int32), (LAYERS, 1)),
 }
 

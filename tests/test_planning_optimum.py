@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.reference_placement import PlacedBatch, batch_seconds, solve_batch
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.types import LayerPlan, Price, TokenSample, Topology
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import LayerPlan, TokenSample, Topology, UnitTimes
+from relibra_jax.routing.split import source_quota
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=1, num_experts=6, replica_slots=0, resident_slots=1)
 INSTANCES, MICRO_BATCHES, TOKENS, TOP_K = 12, 3, 64, 2
@@ -36,8 +36,8 @@ def batch():
     return load.astype(np.int32)[:, :, :, None], tokens
 
 
-def unit_times(prices):
-    return UnitTimes(token=0.0, copy=1.0, spread=0.0, hierarchical=False, **PRICES[prices])
+def price(prices):
+    return Price(token=0.0, copy=1.0, spread=0.0, hierarchical=False, **PRICES[prices])
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def placed(plan, load, layer):
 def test_near_the_least_time(batch, prices):
     """The plan is near the optimum and never below it."""
     load, tokens = batch
-    cost, old_node = unit_times(prices), np.arange(6) // 3
+    cost, old_node = price(prices), np.arange(6) // 3
     state = relibra().init(TOPOLOGY, INSTANCES, key=jax.random.key(0))
     plan, _ = planner()(load, state, tokens=tokens, cost=cost)
     check_plan(plan, load, TOPOLOGY)

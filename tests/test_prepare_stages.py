@@ -12,6 +12,8 @@ from flax import nnx
 from support.plans import random_planner, random_routing
 
 from relibra_jax import Topology, static
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
@@ -24,8 +26,6 @@ from relibra_jax.nnx import (
     restore_training,
     save_training,
 )
-from relibra_jax.plan import resident_experts
-from relibra_jax.types import EMPTY
 
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, BATCHES = 2, 16, 4, 6, 5, 8, 3
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=2)

@@ -23,8 +23,8 @@ from test_moe import (
     weights,
 )
 
-from relibra_jax.capacity import count_capacities
-from relibra_jax.exchange_rules import PATHS
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -36,8 +36,8 @@ from relibra_jax.execution import (
 )
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
 from relibra_jax.execution.parallel import _print_once
-from relibra_jax.plan import home_layout
-from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
+from relibra_jax.routing.exchange_rules import PATHS
+from relibra_jax.routing.sizes import count_capacities
 
 TOPOLOGY = topology_of("2x4", 2, 1)
 VALUES = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())

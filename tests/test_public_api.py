@@ -119,7 +119,7 @@ PUBLIC = {
 }
 # Values have no __doc__ of their own; a string after their definition documents them.
 VALUES = {
-    "EMPTY": "relibra_jax.types",
+    "EMPTY": "relibra_jax.contract.types",
     "PLANNERS": "relibra_jax.planning.planners",
     "OVERLAP_OPTIONS": "relibra_jax.execution.mesh",
     "GATINGS": "relibra_jax.execution.gating",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.plans import load_of, random_ids, random_plan
 
 from experiments.rl.balance import measure_push
-from relibra_jax.capacity import count_capacities
+from relibra_jax.contract.plan import home_layout, resident_experts
+from relibra_jax.contract.types import EMPTY, Plan, Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
     Residents,
@@ -21,9 +22,8 @@ from relibra_jax.execution import (
     push_residents,
     return_gradients,
 )
-from relibra_jax.plan import home_layout, resident_experts
-from relibra_jax.resident_push import PushSizes, push_counts
-from relibra_jax.types import EMPTY, Plan, Topology, layer_plans
+from relibra_jax.routing.resident_push import PushSizes, push_counts
+from relibra_jax.routing.sizes import count_capacities
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 16, 6, 5
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}

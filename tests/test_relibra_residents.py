@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import load_of, random_ids
 
-from relibra_jax.plan import resident_experts
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY, Price, TokenSample, Topology
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.types import EMPTY, TokenSample, Topology, UnitTimes
 
 PLANNER = relibra(place=functools.partial(place_experts, steps=8))
 LAYERS = 2
-COST = UnitTimes(token=1.0, copy=2.0, crossing=3.0, spread=0.5, move=4.0, push=2.0)
+COST = Price(token=1.0, copy=2.0, crossing=3.0, spread=0.5, move=4.0, push=2.0)
 COSTS = {
     "no cost": None,
     "hierarchical": COST,
     "flat": dataclasses.replace(COST, hierarchical=False),
     "dear": dataclasses.replace(COST, move=1e12, push=1e12),
-    "nothing but crossings": UnitTimes(token=0.0, copy=1e-12, crossing=1.0, spread=0.0, move=0.0, push=0.0),
+    "nothing but crossings": Price(token=0.0, copy=1e-12, crossing=1.0, spread=0.0, move=0.0, push=0.0),
 }
 
 

@@ -17,11 +17,11 @@ from test_moe import plans, topology_of
 
 from pallas_kernels.hopper import pull_kernel
 from pallas_kernels.pull_rows import pull_rows
-from relibra_jax.capacity import worst_case_capacities
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas
 from relibra_jax.execution.mesh import why_not_remote
 from relibra_jax.execution.prepared_layer import prepare_fetch
-from relibra_jax.types import EMPTY
+from relibra_jax.routing.sizes import worst_case_capacities
 
 RESIDENTS, REPLICAS = 1, 2
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from relibra_jax.replay import assigned_load, check_replay, expert_load, id_dtype, sample_load
-from relibra_jax.replay_files import load_replay, save_replay, stored_num_experts
-from relibra_jax.types import EMPTY, Assignment, RoutingReplay
+from relibra_jax.contract.replay import assigned_load, check_replay, expert_load, id_dtype, sample_load
+from relibra_jax.contract.replay_files import load_replay, save_replay, stored_num_experts
+from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay
 
 
 def random_replay(seed, *, samples=5, tokens=7, layers=3, num_experts=8, top_k=2):

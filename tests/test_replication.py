@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from experiments.reference_solvers import solve_replication
-from relibra_jax.plan import rank_load, replica_count, replica_experts
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import rank_load, replica_count, replica_experts
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.ablation.token_splits import (
     place_heaviest,
     replicate_with_eplb_places,
@@ -21,7 +22,6 @@ from relibra_jax.planning.ablation.token_splits import (
 )
 from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import EMPTY, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 OPTIONS = {

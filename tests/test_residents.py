@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.capacity import export_count
+from relibra_jax.contract.check import check_plan, check_slots
+from relibra_jax.contract.plan import assemble_plan, copy_source, rank_load, replica_count, resident_experts
+from relibra_jax.contract.types import EMPTY, LayerPlan, Plan, Price, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.execution.plan_guard import is_valid
-from relibra_jax.plan import assemble_plan, copy_source, rank_load, replica_count, resident_experts
-from relibra_jax.plan_check import check_plan, check_slots
 from relibra_jax.planning.metrics import cross_node_load, replication_bound
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.token_split import refit_quota
-from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, UnitTimes, layer_plans
+from relibra_jax.routing.sizes import export_count
+from relibra_jax.routing.split import refit_quota
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=2)
 
@@ -202,7 +202,7 @@ def test_where_replicas_are_fetched_from():
 def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
     """Rank (1, 1) sends its resident of expert 0 to its neighbour, so that the home on rank (0, 0) does not send it."""
     nothing = dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push"), 0.0)
-    cost = UnitTimes(**nothing, fetch=1.0, fetch_across=10.0)
+    cost = Price(**nothing, fetch=1.0, fetch_across=10.0)
     actual = fetch_time(layer_plans(plan, None), TOPOLOGY, cost)
     np.testing.assert_allclose(actual[0, 0], [[1, 1], [1, 1]], rtol=1e-6)
     np.testing.assert_allclose(actual[1, 0], [[0, 0], [1, 1]], rtol=1e-6)

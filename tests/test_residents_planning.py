@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
+from relibra_jax.contract.types import EMPTY, TokenSample, Topology
 from relibra_jax.planning.residents import COPY_VALUE, choose_residents, residents_to_ranks
 from relibra_jax.planning.token_bits import token_bits
-from relibra_jax.types import EMPTY, TokenSample, Topology
 
 NODES, EXPERTS, LAYERS, TOKENS, TOP_K = 3, 9, 6, 64, 3
 TOPOLOGY = Topology(num_nodes=NODES, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=2)

@@ -14,6 +14,8 @@ from support.dense import mixture
 from support.plans import random_planner, random_routing
 
 from relibra_jax import Topology
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS, balance_loss, gates_at
 from relibra_jax.nnx import (
@@ -26,8 +28,6 @@ from relibra_jax.nnx import (
     restore_training,
     save_training,
 )
-from relibra_jax.plan import resident_experts
-from relibra_jax.types import EMPTY
 
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 2, 16, 4, 6, 5, 8, 2
 MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 20

@@ -12,10 +12,10 @@ from flax import nnx
 
 from experiments.rl.generation import Watch, draw, generate
 from experiments.rl.policy import TINY, token_log_probs
+from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.types import Topology
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh
-from relibra_jax.replay import check_replay
-from relibra_jax.types import Topology
 
 # The vocabulary is so small that samples end by chance.
 CONFIG = dataclasses.replace(

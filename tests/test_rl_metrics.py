@@ -30,11 +30,11 @@ from experiments.rl.train import run_train
 from experiments.run import main
 from relibra_jax import Topology, eplb, static
 from relibra_jax.cli.options import Ranks
+from relibra_jax.contract.plan import replica_experts
+from relibra_jax.contract.types import EMPTY, layer_plans
 from relibra_jax.execution import ExpertParallel
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
-from relibra_jax.plan import replica_experts
-from relibra_jax.types import EMPTY, layer_plans
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "metrics.md").read_text()
 pytestmark = pytest.mark.usefixtures("smallest_policy")

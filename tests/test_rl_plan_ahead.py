@@ -10,9 +10,9 @@ from experiments.rl.configs import Train
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.step_clock import StepClock
 from experiments.rl.trainer import Trainer
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.nnx import get_homes
-from relibra_jax.replay import sample_load
-from relibra_jax.types import RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 AHEAD = {"watch_every": 1, "plan_ahead": 0.5}

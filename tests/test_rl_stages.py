@@ -22,10 +22,10 @@ from experiments.rl.stages import OldPolicy, recompute_live, recompute_planned, 
 from experiments.rl.step_clock import StepClock
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import EMPTY, RoutingReplay
 from relibra_jax.nnx import HotRanks, get_homes
-from relibra_jax.plan import resident_experts
-from relibra_jax.replay import expert_load
-from relibra_jax.types import EMPTY, RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 OPTIONS = SMALL | {"warmup_steps": 0, "steps": 1, "updates": 2, "epochs": 1}

@@ -20,7 +20,7 @@ from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
 from experiments.rl.windows import carry_nothing, carry_unfinished, fill_free_rows, join_windows
 from experiments.run import main
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 WINDOW, ROOM, PROMPT = 14, 42, 14

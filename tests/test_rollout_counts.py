@@ -30,8 +30,8 @@ from relibra_jax import (
     save_replay,
     static,
 )
+from relibra_jax.contract.types import Price, RoutingReplay
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import RoutingReplay, UnitTimes
 
 ROOT = Path(__file__).parents[1]
 KEY = jax.random.key(1)
@@ -193,7 +193,7 @@ def sampled(workers, every):
     return Routes(np.concatenate(ids).astype(np.uint8), np.concatenate(samples))
 
 
-COST = UnitTimes(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, hierarchical=True)
+COST = Price(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, hierarchical=True)
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from rollout_encodings import (
     whole,
 )
 
-from relibra_jax.replay_files import load_replay, save_replay
+from relibra_jax.contract.replay_files import load_replay, save_replay
+from relibra_jax.contract.types import EMPTY, RoutingReplay
 from relibra_jax.rollout import LAYOUTS, replay_from_rollout
-from relibra_jax.types import EMPTY, RoutingReplay
 
 
 def test_every_layout_has_a_round_trip():

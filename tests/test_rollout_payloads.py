@@ -26,8 +26,8 @@ from rollout_encodings import (
     whole,
 )
 
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout import replay_from_rollout
-from relibra_jax.types import EMPTY
 
 
 @settings(max_examples=80, deadline=None)

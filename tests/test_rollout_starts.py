@@ -25,8 +25,8 @@ from rollout_encodings import (
     vllm,
 )
 
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout import LAYOUTS, replay_from_rollout
-from relibra_jax.types import EMPTY
 
 
 def split_response(rows, start):

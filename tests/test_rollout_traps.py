@@ -17,9 +17,9 @@ from rollout_encodings import (
     whole,
 )
 
-from relibra_jax.replay import id_dtype
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout import replay_from_rollout
-from relibra_jax.types import EMPTY
 
 
 def test_trap_order_of_top_k_is_kept():

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.row_packing import pack_rows
-from relibra_jax.types import EMPTY, Assignment, Topology
+from relibra_jax.routing.row_packing import pack_rows
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from support.plans import random_routing
 
+from relibra_jax.contract.types import EMPTY, Price, Topology
 from relibra_jax.planning import sample_crossings
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import EMPTY, Topology, UnitTimes
 
 SAMPLES, TOKENS, LAYERS, EXPERTS, TOP_K = 5, 8, 3, 6, 3
 TOPOLOGY = Topology(num_nodes=3, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=1)
@@ -19,10 +19,8 @@ RESIDENTS = {
 }
 
 
-def unit_times(hierarchical):
-    return UnitTimes(
-        token=1.0, copy=1.0, crossing=1.0, spread=1.0, move=1.0, push=1.0, hierarchical=hierarchical
-    )
+def price(hierarchical):
+    return Price(token=1.0, copy=1.0, crossing=1.0, spread=1.0, move=1.0, push=1.0, hierarchical=hierarchical)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,7 @@ def test_copies_that_cross(batch, resident, how):
         TOPOLOGY,
         routes=routes,
         resident=RESIDENTS[resident],
-        cost=unit_times(False) if how == "flat" else None,
+        cost=price(False) if how == "flat" else None,
         groups=LAYERS,
     )
     expected = count(replay, home, RESIDENTS[resident], False) / TOP_K / LAYERS
@@ -96,7 +94,7 @@ def test_tokens_that_cross(batch, resident):
         TOPOLOGY,
         routes=all_routes(replay, 500),
         resident=RESIDENTS[resident],
-        cost=unit_times(True),
+        cost=price(True),
         groups=LAYERS,
     )
     expected = count(replay, home, RESIDENTS[resident], True) / LAYERS
@@ -112,7 +110,7 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
     home = np.tile(np.arange(6), (2, 1))
     load = (ids.reshape(4, 16, 2, 2)[..., None] == np.arange(6)).sum((1, 3))
     count = functools.partial(
-        crossings_by_node, load, np.full(4, 16), home, topology, routes=routes, cost=unit_times(True)
+        crossings_by_node, load, np.full(4, 16), home, topology, routes=routes, cost=price(True)
     )
     whole = np.asarray(count())
     common = load.sum(0) / 64
@@ -128,7 +126,7 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
 def test_groups_of_layers_add_up(batch):
     replay, home = batch
     arguments = (load_of_samples(replay), replay.mask.sum(1), home, TOPOLOGY)
-    options = {"routes": all_routes(replay), "cost": unit_times(True)}
+    options = {"routes": all_routes(replay), "cost": price(True)}
     whole, parts = (crossings_by_node(*arguments, groups=groups, **options) for groups in (1, 2))
     np.testing.assert_allclose(np.asarray(parts).sum(-1), np.asarray(whole)[..., 0], rtol=1e-5)
 
@@ -139,9 +137,7 @@ def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
     routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
     length = np.array([4, 4, 6, 3, 0])
     result = np.asarray(
-        crossings_by_node(
-            load_of_samples(replay), length, home, TOPOLOGY, routes=routes, cost=unit_times(True)
-        )
+        crossings_by_node(load_of_samples(replay), length, home, TOPOLOGY, routes=routes, cost=price(True))
     )
     np.testing.assert_allclose(result[2], 2 * result[3], rtol=1e-6)
     assert (result[2].sum(1) > 0).all()
@@ -155,7 +151,7 @@ def test_sampled_tokens_of_other_samples_do_not_count(batch):
     of_both = routes._replace(sample=np.where(routes.sample < 2, routes.sample, EMPTY))
     alone = Routes(*(leaf[routes.sample < 2] for leaf in routes))
     result, expected = (
-        crossings_by_node(load, length, home, TOPOLOGY, routes=each, cost=unit_times(True))
+        crossings_by_node(load, length, home, TOPOLOGY, routes=each, cost=price(True))
         for each in (of_both, alone)
     )
     np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
-from relibra_jax.types import EMPTY, Topology
 
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
 LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=60)

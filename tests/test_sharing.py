@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from support.jobs import POOL, POOLS, make_job, random_jobs
 
-from relibra_jax.sharing.baselines import outcome_alone, outcome_colocated, outcome_of_groups
-from relibra_jax.sharing.drawn import draw_jobs
-from relibra_jax.sharing.groups import rollout_seconds, smallest_group
-from relibra_jax.sharing.jobs import Pools
-from relibra_jax.sharing.multiplex import largest_first, multiplex
-from relibra_jax.sharing.optimum import cheapest_groups
+from experiments.multiplex.baselines import outcome_alone, outcome_colocated, outcome_of_groups
+from experiments.multiplex.drawn import draw_jobs
+from experiments.multiplex.groups import rollout_seconds, smallest_group
+from experiments.multiplex.jobs import Pools
+from experiments.multiplex.multiplex import largest_first, multiplex
+from experiments.multiplex.optimum import cheapest_groups
 
 
 def keeps_all_rules(jobs, rollout_nodes, pools):

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs import POOLS, make_job, random_jobs
 
-from relibra_jax.sharing.groups import Group, smallest_group
-from relibra_jax.sharing.multiplex import multiplex
-from relibra_jax.sharing.run_metrics import StepDurations
-from relibra_jax.sharing.simulation import (
+from experiments.multiplex.groups import Group, smallest_group
+from experiments.multiplex.multiplex import multiplex
+from experiments.multiplex.run_metrics import StepDurations
+from experiments.multiplex.simulation import (
     ROLLOUT,
     TRAINING,
     conservative_durations,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from relibra_jax.cli.main import main
-from relibra_jax.replay_files import save_replay
+from relibra_jax.contract.replay_files import save_replay
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.imbalance_benchmark import imbalance_benchmark
 from relibra_jax.traces.statistics import (
     contiguous_imbalance,
@@ -16,7 +17,6 @@ from relibra_jax.traces.statistics import (
     neighbour_correlation,
     pair_lift,
 )
-from relibra_jax.types import RoutingReplay
 
 
 def replay_of(rows):

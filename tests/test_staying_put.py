@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from support.plans import random_routing
 
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.replay import expert_load, sample_load
+from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import contiguous_homes, expert_totals
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.placement import place_experts
@@ -28,14 +29,13 @@ from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.relibra import RelibraState, relibra
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.replay import expert_load, sample_load
+from relibra_jax.routing.visits import node_visits
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import BatchPlan, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=1)
 MODEL = dataclasses.replace(MODELS["gpt-oss-20b"], num_experts=16, top_k=2)
 COST_MODEL = CostModel(cluster=CLUSTERS["h100"], model=MODEL)
-COST = COST_MODEL.unit_times(TOPOLOGY)
+COST = COST_MODEL.price(TOPOLOGY)
 PLANNER = relibra(place=functools.partial(place_experts, steps=400))
 ASSIGN = functools.partial(assign_samples, steps=200)
 KEY, MICRO_BATCHES = jax.random.key(0), 2
@@ -119,7 +119,7 @@ def test_moves_that_cost_more_than_they_save_are_not_made():
     """A search for balance moves experts; at the price of a tiny batch all stay, though not of a large one."""
     replay = recorded()
     state = state_of("moved", 4)
-    large = dataclasses.replace(COST_MODEL, scale=3000.0).unit_times(TOPOLOGY)
+    large = dataclasses.replace(COST_MODEL, scale=3000.0).price(TOPOLOGY)
     moved = {
         name: int((np.asarray(plan_of(replay, state, cost=cost).plan.home) != state.home).sum())
         for name, cost in (("balance", None), ("tiny", COST), ("large", large))
@@ -144,9 +144,7 @@ def test_two_stages_never_cost_more_than_to_stay():
     """Stages share their homes, so all of them together are compared with staying."""
     replay = recorded()
     state = state_of("moved", 4)
-    costs = tuple(
-        COST_MODEL.unit_times(TOPOLOGY, updates=updates, recompute=not updates) for updates in (0, 1)
-    )
+    costs = tuple(COST_MODEL.price(TOPOLOGY, updates=updates, recompute=not updates) for updates in (0, 1))
     options = {"num_micro_batches": (1, 2), "assign": ASSIGN, "key": KEY, "rounds": 2, "cost": costs}
     stages, _ = plan_stages(replay, PLANNER, state, TOPOLOGY, **options)
 
@@ -163,7 +161,7 @@ def test_counts_without_routes_are_planned_by_price_too():
     """From loads alone, every copy is taken to cross by itself, which flat dispatch does."""
     replay = drawn()
     state, layers = state_of("moved", 3), 3
-    cost = dataclasses.replace(COST_MODEL, path="flat").unit_times(TOPOLOGY)
+    cost = dataclasses.replace(COST_MODEL, path="flat").price(TOPOLOGY)
     counts = sample_load(replay, num_experts=16), replay.mask.sum(1)
     batch_plan, _ = plan_loads(
         *(*counts, PLANNER, state, TOPOLOGY),

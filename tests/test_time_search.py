@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
+from relibra_jax.contract.types import TokenSample, Topology
 from relibra_jax.planning import time_search
 from relibra_jax.planning.time_search import NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import token_bits
-from relibra_jax.types import TokenSample, Topology
 
 INSTANCES, GROUP, TOP_K = 60, 16, 3
 """The tokens of a group are a power of two, so every token occurs in the bits equally often."""

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
+from relibra_jax.contract.types import EMPTY, RoutingReplay, TokenSample, Topology
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.token_bits import num_groups, token_bits
 from relibra_jax.planning.token_sample import place_routes, sample_routes
-from relibra_jax.types import EMPTY, RoutingReplay, TokenSample, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
 LAYERS = 3

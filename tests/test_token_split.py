@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from support.plans import random_plan, random_routing
 
-from relibra_jax.copy_slots import copy_slots
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import resident_experts
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.replay import expert_load
+from relibra_jax.contract.types import EMPTY, BatchPlan, LayerPlan, Topology
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import cross_node_load
-from relibra_jax.replay import expert_load
-from relibra_jax.token_split import pair_load, source_quota
-from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
+from relibra_jax.routing.slots import copy_slots
+from relibra_jax.routing.split import pair_load, source_quota
+from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
 """A topology with resident slots, which planners leave empty and random plans fill."""

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.replay_files import save_replay
+from relibra_jax.contract.replay_files import save_replay
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import RoutingReplay
 
 
 def test_synthetic_trace_is_uneven_and_shifts():

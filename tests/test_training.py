@@ -14,6 +14,8 @@ from support.dense import mixture
 from support.layer import run_layer
 from support.plans import load_of
 
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -22,9 +24,7 @@ from relibra_jax.execution import (
     rank_sharding,
 )
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
-from relibra_jax.plan import home_layout
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import Topology, layer_plans
 
 STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
 OPTIMIZER = optax.adamw(3e-3)

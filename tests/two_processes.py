@@ -20,13 +20,13 @@ from jax.experimental import multihost_utils
 from support.damage import cut_in_half, flip_bit_of
 
 from relibra_jax import RoutingReplay, static
-from relibra_jax.exchange_rules import PATHS
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution import check_same_plan, expert_mesh, rank_sharding
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.models import load_pretrained, save_pretrained
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import get_homes
-from relibra_jax.types import Topology
+from relibra_jax.routing.exchange_rules import PATHS
 
 NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 

@@ -21,7 +21,7 @@ from typing import Final, Literal
 import numpy as np
 
 from experiments.aot.hlo import Instruction, Transfer
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 type Axes = Literal["local", "node", "all"]
 type Content = Literal["tokens", "gates", "replicas", "push", "return", "dense", "other"]

@@ -19,8 +19,8 @@ counted, which is an upper bound.
 
 from experiments.aot.bytes import Axes, Content, Sent
 from experiments.aot.stack import Model
-from relibra_jax.capacity import ExchangeSizes
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.routing.sizes import ExchangeSizes
 
 
 def expected_sent(

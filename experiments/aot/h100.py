@@ -3,8 +3,8 @@
 from jax.sharding import Mesh
 
 from experiments.aot.gpus import GPUS, described_devices
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.types import Topology
 
 
 def h100_mesh(topology: Topology) -> Mesh:

@@ -30,7 +30,7 @@ from pallas_kernels.grouped_dot import mosaic as grouped_dot_mosaic
 from pallas_kernels.grouped_mlp import mosaic as grouped_mlp_mosaic
 from pallas_kernels.hopper.persistent_kernel import TileSizes
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, Problem, choose_tile_sizes
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 type Part = Literal["products", "mlp"]
 """The computation of a program: the three grouped products, or the grouped MLP with gradients."""

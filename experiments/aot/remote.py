@@ -18,9 +18,9 @@ from experiments.aot.h100 import h100_mesh
 from experiments.aot.kernels import with_ptxas
 from experiments.aot.stack import compile_step, input_shapes, parameter_shapes
 from experiments.aot.ways import EXPERT, MODEL, capacities_of
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution import fetch_replicas
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.types import Topology
 
 PROGRAM: Final = "remote, scanned, 1 node x 8"
 TOPOLOGY: Final = Topology(num_nodes=1, ranks_per_node=8, num_experts=64, replica_slots=2)

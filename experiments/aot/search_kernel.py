@@ -16,7 +16,7 @@ from experiments.aot.findings import Finding
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.kernels import with_ptxas
 from pallas_kernels.swap_annealing import swap_annealing
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 MICRO_BATCHES: Final = 32
 REGISTERS: Final = 128

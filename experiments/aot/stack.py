@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from relibra_jax.contract.types import LayerPlan
 from relibra_jax.execution import (
     OVERLAP_OPTIONS,
     ExpertParallel,
@@ -20,7 +21,6 @@ from relibra_jax.execution import (
     prepare_layers,
 )
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.types import LayerPlan
 
 # Autotuning matrix products takes a third of the compile time, and changes neither schedule nor buffers.
 FAST_COMPILATION: Final = {"xla_gpu_autotune_level": 0}

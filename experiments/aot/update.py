@@ -21,8 +21,8 @@ from experiments.aot.stack import (
     parameter_shapes,
     plan_shapes,
 )
+from relibra_jax.contract.types import Plan
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, push_residents, return_gradients
-from relibra_jax.types import Plan
 
 OPTIMIZER = optax.adamw(1e-5)
 

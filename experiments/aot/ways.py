@@ -5,10 +5,10 @@ from typing import Final, Literal
 
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.stack import Model
-from relibra_jax.capacity import Capacities, ExchangeSizes
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.resident_push import PushSizes
-from relibra_jax.types import Topology
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 type Way = Literal["auto", "padded", "hierarchical padded"]
 """The exchange settings of a program. ``auto`` is what `ExpertParallel` chooses on 2 GPU nodes: hierarchical, padded

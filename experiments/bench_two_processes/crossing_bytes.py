@@ -18,9 +18,9 @@ import numpy as np
 
 from experiments.aot.hlo import Program
 from experiments.contenders import ContenderBatch
-from relibra_jax.plan import resident_experts
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY, Topology
+from relibra_jax.routing.split import source_quota
 
 FLOAT: Final = 4
 """The bytes of a number; all arrays are float32."""

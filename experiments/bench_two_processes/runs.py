@@ -18,10 +18,10 @@ from experiments.bench_two_processes.crossing_bytes import (
 from experiments.bench_two_processes.update import Inputs, Update, make_inputs
 from experiments.contenders import ContenderBatch, Samples, draw_samples, plan_contender, route_evenly
 from experiments.interleaving import interleaved_seconds
+from relibra_jax.contract.types import Price, Topology
 from relibra_jax.execution import ExpertParallel, expert_mesh, grow_capacities
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Topology, UnitTimes
 
 type TokenPath = Literal["flat", "hierarchical"]
 TOLERANCE: Final = 1e-4
@@ -57,7 +57,7 @@ class Settings:
     gbytes: float = 1.0
     """The speed of the network that planners assume, in GB/s in each direction."""
 
-    def unit_times(self, num_experts: int, *, hierarchical: bool) -> UnitTimes:
+    def price(self, num_experts: int, *, hierarchical: bool) -> Price:
         """Return the seconds of each unit of work in an update, which planners use. CPUs run padded exchanges.
 
         Args:
@@ -66,7 +66,7 @@ class Settings:
         """
         expert = 3 * self.width * self.hidden
         flops, sent = self.gflops * 1e9, self.gbytes * 1e9
-        return UnitTimes(
+        return Price(
             token=6 * self.width * num_experts / flops,
             copy=6 * expert / flops,
             crossing=CROSSINGS * self.width * FLOAT / sent,
@@ -166,7 +166,7 @@ class _Run:
     ):
         self.entrant, self.trace, self.path, self.settings = entrant, trace.name, path, settings
         self.topology = _topology(trace, entrant)
-        cost = settings.unit_times(trace.num_experts, hierarchical=path == "hierarchical")
+        cost = settings.price(trace.num_experts, hierarchical=path == "hierarchical")
         self.batches: dict[int, ContenderBatch] = {}
         capacities = None
         for count, count_samples in samples.items():

@@ -17,6 +17,8 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from experiments.contenders import ContenderBatch, expert_weights
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import LayerPlan, Plan
 from relibra_jax.execution import (
     ExpertParallel,
     PreparedLayer,
@@ -27,8 +29,6 @@ from relibra_jax.execution import (
     return_gradients,
 )
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.plan import home_layout
-from relibra_jax.types import LayerPlan, Plan
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

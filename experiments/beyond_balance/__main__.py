@@ -28,23 +28,23 @@ from rich.table import Table
 
 from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
-from relibra_jax.atomic_write import write_json
+from experiments.claims.command import some_layers
 from relibra_jax.cli.batch_prices import with_fetch_of
-from relibra_jax.cli.claims.command import some_layers
 from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.limits import check_integer
-from relibra_jax.plan import contiguous_homes
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import RoutingReplay, Topology
 
 RIVALS: Final = ("static", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer")
 HARDWARE, CONTEXT, TOKENS_PER_RANK = "h100", 4096.0, 16_384
@@ -199,7 +199,7 @@ def run_planner(
     """
     layers, planner = draw.batch.expert_ids.shape[2], entry.planner
     own_model = with_fetch_of(cost_model, topology, across_nodes=entry.across_nodes)
-    cost = own_model.unit_times(topology)
+    cost = own_model.price(topology)
     first = planner.init(topology, layers, key=jax.random.key(seed))
     contiguous = np.asarray(contiguous_homes(topology, layers))
     starts = {"cold": (first, contiguous)}

@@ -9,12 +9,12 @@ from jaxtyping import Int
 
 from relibra_jax.cli.batch_prices import price_batch
 from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.memory import rank_memory
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
-from relibra_jax.types import BatchPlan, RoutingReplay, Topology
+from relibra_jax.routing.visits import node_visits
 
 
 class Crossings(NamedTuple):
@@ -34,7 +34,7 @@ def count_crossings(
     """Count crossings: the largest of each micro-batch and layer, summed, and divided by the number of tokens.
 
     Args:
-        visits: the distinct tokens that each rank sends to each node, from `relibra_jax.node_visits.node_visits`.
+        visits: the distinct tokens that each rank sends to each node, from `relibra_jax.routing.visits.node_visits`.
         tokens: the number of tokens of each micro-batch.
         topology: the expert-parallel group.
     """

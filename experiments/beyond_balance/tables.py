@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 from rich.table import Table
 
 from experiments.beyond_balance.measures import micro_batches_to_pay
-from relibra_jax.cli.claims.rivals import best_rival, best_rows
+from experiments.claims.rivals import best_rival, best_rows
 
 SHARES: Final = {
     "of_balanced": "of balanced",

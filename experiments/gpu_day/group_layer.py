@@ -12,6 +12,8 @@ from experiments.gpu_day.one_rank import layer_output
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels.compare import check_close
 from pallas_kernels.implementation import why_not_hopper
+from relibra_jax.contract.plan import home_layout, replica_count
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -19,9 +21,7 @@ from relibra_jax.execution import (
     rank_sharding,
 )
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.plan import home_layout, replica_count
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.types import EMPTY, Topology
 
 TOP_K, SAMPLES_PER_RANK = 2, 4
 

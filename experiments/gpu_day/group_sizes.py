@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from pallas_kernels.hopper.tile_sizes import REPLICAS
-from relibra_jax.types import Array, Topology
+from relibra_jax.contract.types import Array, Topology
 
 
 def planned_sizes(

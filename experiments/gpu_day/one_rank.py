@@ -10,9 +10,9 @@ import numpy as np
 
 from experiments.gpu_day.operations import random_array
 from pallas_kernels import grouped_mlp
-from relibra_jax.capacity import count_capacities
+from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, prepare_layer
-from relibra_jax.types import EMPTY, LayerPlan, Topology
+from relibra_jax.routing.sizes import count_capacities
 
 type Run = Callable[[], Any]
 """A call without arguments, to be timed."""

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from experiments.gpu_day.facts import print_facts
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 FILE: Final = "plan.npz"
 MICRO_BATCHES, LAYERS, SAMPLES_PER_RANK = 4, 2, 4

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
 
 SMALLEST_DEVIATION: Final = 1e-6
 """The number that is added to a standard deviation before dividing by it."""

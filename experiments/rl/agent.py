@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
+from relibra_jax.contract.types import Array
 from relibra_jax.models import LanguageModel
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
-from relibra_jax.types import Array
 
 
 class ValueHead(nnx.Module):

@@ -20,8 +20,8 @@ from experiments.rl.advantages import (
     relative_advantages,
     whiten,
 )
-from relibra_jax.limits import check_not_negative, check_positive
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
+from relibra_jax.support.limits import check_not_negative, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

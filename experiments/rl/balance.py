@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.rl.step import StepMetrics
+from relibra_jax.contract.plan import contiguous_homes, rank_load, replica_experts, resident_experts
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Plan, Topology
 from relibra_jax.nnx import PreparedBatch
-from relibra_jax.plan import contiguous_homes, rank_load, replica_experts, resident_experts
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load, replication_bound
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.resident_push import push_counts
-from relibra_jax.types import EMPTY, Array, BatchPlan, Plan, Topology
+from relibra_jax.routing.resident_push import push_counts
 
 
 def measure_batch(

@@ -17,14 +17,20 @@ from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, anneale
 from experiments.rl.policy import POLICIES
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
-from relibra_jax.hot_ranks import HotRanks
-from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
+from relibra_jax.contract.types import Topology
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.suggestions import suggest_names
-from relibra_jax.types import Topology
+from relibra_jax.routing.hot_ranks import HotRanks
+from relibra_jax.support.limits import (
+    check_integer,
+    check_memory,
+    check_not_negative,
+    check_positive,
+    check_seed,
+)
+from relibra_jax.support.suggestions import suggest_names
 
 DTYPES: Final = ("float32", "bfloat16")
 ROUTINGS: Final = ("rollout", "recompute")

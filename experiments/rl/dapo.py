@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments.rl.rewards import Rewards
-from relibra_jax.limits import check_integer, check_not_negative
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

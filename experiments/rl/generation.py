@@ -26,11 +26,11 @@ from jaxtyping import Bool, Float, Int, Integer, Key
 
 from experiments.rl.processes import on_every_host
 from experiments.rl.tokens import BYTES
+from relibra_jax.contract.types import Array, RoutingReplay, check_shape
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
-from relibra_jax.limits import check_not_negative
 from relibra_jax.models import Cache, LanguageModel
 from relibra_jax.models.cache import shard_cache
-from relibra_jax.types import Array, RoutingReplay, check_shape
+from relibra_jax.support.limits import check_not_negative
 
 
 class Responses(NamedTuple):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
 
 
 class PolicyLoss(NamedTuple):

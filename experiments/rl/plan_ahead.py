@@ -22,8 +22,8 @@ from experiments.rl.processes import on_every_host
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
-from relibra_jax.replay import sample_load
-from relibra_jax.types import RoutingReplay
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import RoutingReplay
 
 
 class PlanAhead:

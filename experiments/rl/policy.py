@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from experiments.rl.tokens import VOCABULARY
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.models import ModelConfig
 from relibra_jax.nnx import RowPacking
-from relibra_jax.types import Array
 
 TINY: Final = ModelConfig(
     width=64,

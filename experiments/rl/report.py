@@ -13,9 +13,9 @@ from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN, METRICS
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.step_clock import PLANNING
-from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, LINE_STYLES, SERIES, planner_style
+from relibra_jax.support.atomic_write import write_json
 
 SMOOTH: Final = 7
 """The number of steps over which rewards are averaged, because a step's mean reward depends much on its prompts."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
 
 
 class Rewards(NamedTuple):

@@ -24,7 +24,7 @@ from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
 from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, join_windows
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
 
 PROMPTS: Final = 1
 """A part of the seeds of the examples and the random keys of rollouts for learning."""

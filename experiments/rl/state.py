@@ -14,11 +14,11 @@ from experiments.rl.agent import make_agent
 from experiments.rl.configs import Train
 from experiments.rl.prices import price_of
 from experiments.rl.windows import Carried, carry_nothing
-from relibra_jax.capacity import Capacities
+from relibra_jax.contract.replay import id_dtype
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, restore_training, save_training
-from relibra_jax.replay import id_dtype
+from relibra_jax.routing.sizes import Capacities
 
 LARGEST_GRADIENT: Final = 1.0
 """The norm to which larger gradients are clipped."""

@@ -19,14 +19,14 @@ from experiments.rl.agent import Agent, token_values
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
 from experiments.rl.policy import token_log_probs
+from relibra_jax.contract.replay import id_dtype, sample_load
+from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput
 from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
-from relibra_jax.replay import id_dtype, sample_load
-from relibra_jax.types import Array, RoutingReplay
 
 
 class CriticBatch(NamedTuple):

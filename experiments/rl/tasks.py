@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.suggestions import suggest_names
 
 
 class Example(NamedTuple):

@@ -36,11 +36,11 @@ from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
-from relibra_jax.atomic_write import write_json
+from relibra_jax.contract.replay_files import load_replay, save_replay
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.models import save_pretrained
 from relibra_jax.models.hf_config import read_config
-from relibra_jax.replay_files import load_replay, save_replay
-from relibra_jax.types import RoutingReplay
+from relibra_jax.support.atomic_write import write_json
 
 CHECKPOINTS_KEPT: Final = 2
 """The number of latest checkpoints that a run keeps."""

@@ -41,11 +41,11 @@ from experiments.rl.step import StepMetrics, TrainingBatch, recompute, update
 from experiments.rl.step_clock import StepClock, exposed_seconds
 from experiments.rl.tasks import Task, find_task
 from experiments.rl.tokens import Tokenizer
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.execution import check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
-from relibra_jax.types import RoutingReplay
 
 SHOWN_FAILURES: Final = 3
 """The maximum number of reward-function failures in a line of metrics."""

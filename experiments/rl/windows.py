@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.generation import Responses
-from relibra_jax.types import EMPTY, Array
+from relibra_jax.contract.types import EMPTY, Array
 
 
 class Carried(NamedTuple):

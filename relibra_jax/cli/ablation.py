@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.planning.assignment import assign_samples
@@ -12,7 +13,6 @@ from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import Place, keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Topology
 
 
 def _for_balance_alone(place: Place) -> Place:

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import Array, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_traffic
-from relibra_jax.exchange_rules import AUTO, choose_exchange
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Array, Topology, UnitTimes
+from relibra_jax.routing.exchange_rules import AUTO, choose_exchange
+from relibra_jax.routing.visits import node_visits
 
 
 class Crossings(NamedTuple):
@@ -65,9 +65,7 @@ def with_fetch_of(cost_model: CostModel, topology: Topology, *, across_nodes: bo
     return dataclasses.replace(cost_model, fetch=fetch)
 
 
-def count_visits(
-    batch: PlannedBatch, topology: Topology, cost: UnitTimes
-) -> Int[jax.Array, "M L P N"] | None:
+def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"] | None:
     """Count the node visits of a batch's tokens with `node_visits`; return None on the flat path.
 
     Args:
@@ -79,7 +77,7 @@ def count_visits(
 
 
 def count_crossings(
-    batch: PlannedBatch, topology: Topology, cost: UnitTimes, *, visits: Int[Array, "M L P N"] | None
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
 ) -> Crossings:
     """Count the crossings of the slow network per token of a batch, without padding.
 
@@ -101,7 +99,7 @@ def count_crossings(
 
 
 def time_of_batch(
-    batch: PlannedBatch, topology: Topology, cost: UnitTimes, *, visits: Int[Array, "M L P N"] | None
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
 ) -> BatchTime:
     """Model the time of a batch under its plan, with the reorder before it.
 
@@ -137,8 +135,8 @@ def price_batch(
         cost_model: the cost model.
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
-    cost = cost_model.unit_times(topology)
-    needed = dataclasses.replace(cost_model, between="ragged", inside="ragged").unit_times(topology)
+    cost = cost_model.price(topology)
+    needed = dataclasses.replace(cost_model, between="ragged", inside="ragged").price(topology)
     time = time_of_batch(batch, topology, cost, visits=visits)
     lengths, row_tokens = sample_lengths(batch)
     run = {"row_tokens": row_tokens, "rows": batch.batch_plan.assignment.sample.shape[-1]}
@@ -162,7 +160,7 @@ def mean_prices(prices: list[Prices]) -> Prices:
     return jax.tree.map(lambda *seconds: float(np.mean(seconds)), *prices)
 
 
-def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: UnitTimes) -> Int[jax.Array, "M L P N"]:
+def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"]:
     """Count what each rank would send to each node at contiguous homes: tokens, or token copies on the flat path."""
     load = jnp.asarray(batch.batch_plan.load)
     if not cost.hierarchical:

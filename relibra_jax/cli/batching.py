@@ -5,11 +5,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from relibra_jax.cli.options import Batching
-from relibra_jax.limits import check_integer, check_seed
+from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.planning.sample_packing import micro_batches_for
+from relibra_jax.support.limits import check_integer, check_seed
 from relibra_jax.traces.bootstrap import bootstrap_samples, check_drawn
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import RoutingReplay, Topology
 
 SAMPLES_PER_RANK: Final = 4
 """The default mean number of samples of a rank in a micro-batch. It lets packing be even to 1% on recorded lengths."""

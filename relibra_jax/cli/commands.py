@@ -9,14 +9,11 @@ from rich.console import Console
 
 from relibra_jax.cli.advise.command import Advise, run_advise
 from relibra_jax.cli.bad_input import exit_status
-from relibra_jax.cli.claims.command import Claims, run_claims
 from relibra_jax.cli.compare import Compare, run_compare
-from relibra_jax.cli.deploy.command import Deploy, run_deploy
 from relibra_jax.cli.inspect import Inspect, run_inspect
-from relibra_jax.cli.multiplex.command import Multiplex, run_multiplex
 from relibra_jax.cli.parsing import HELP, parse_options
 from relibra_jax.cli.plan import MakePlan, run_plan
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.suggestions import suggest_names
 
 PROGRAM: Final = "relibra"
 
@@ -25,9 +22,6 @@ COMMANDS: Final[dict[str, tuple[type, Callable[[Any, Console], None]]]] = {
     "plan": (MakePlan, run_plan),
     "inspect": (Inspect, run_inspect),
     "advise": (Advise, run_advise),
-    "claims": (Claims, run_claims),
-    "deploy": (Deploy, run_deploy),
-    "multiplex": (Multiplex, run_multiplex),
 }
 """The type of each command's options, whose docstring is its help text, and the function that runs the command."""
 

@@ -10,7 +10,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.comparison_columns import balanced_cells, explain_columns, outcome_cells
 from relibra_jax.cli.comparison_page import check_page, command_line, write_page
@@ -24,7 +23,8 @@ from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 

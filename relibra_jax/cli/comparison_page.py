@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 import jax
 import jinja2
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.comparison_columns import COLUMNS, balanced_cells, outcome_cells
 from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import planner_style
 from relibra_jax.cli.planner_runs import is_reconstruction
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.support.atomic_write import write_atomically
 
 TEMPLATE: Final = "comparison_page.html.jinja"
 

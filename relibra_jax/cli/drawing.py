@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.palette import GRID
+from relibra_jax.support.atomic_write import write_atomically
 
 DPI: Final = 150
 

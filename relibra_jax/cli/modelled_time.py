@@ -7,14 +7,14 @@ import numpy as np
 
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.options import Costs
+from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.memory import check_rank_memory
 from relibra_jax.cost.models import MODELS, Model
-from relibra_jax.limits import COST_MAX, check_integer, check_positive
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
+from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Topology
 
 
 def find_model(name: str) -> Model:
@@ -83,7 +83,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         stretch=float(costs.context / max(lengths.mean(), 1.0)),
     )
     # One layer on a rank that has all tokens of a batch, in samples as long as the longest: no modelled time is longer.
-    cost = cost_model.unit_times(topology)
+    cost = cost_model.price(topology)
     parts = (cost.token, cost.head, lengths.max() * cost.pair, model.top_k * cost.copy, cost.crossing)
     seconds = float(tokens * sum(parts))
     if not seconds <= COST_MAX:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 TraceName = Annotated[
     str | None,

@@ -16,10 +16,11 @@ from relibra_jax.cli.batch_prices import (
 )
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
+from relibra_jax.contract.plan import rank_load, replica_count, resident_experts
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.least_time import least_time
 from relibra_jax.cost.memory import rank_memory
-from relibra_jax.plan import rank_load, replica_count, resident_experts
 from relibra_jax.planning.metrics import (
     batch_imbalance,
     cross_node_load,
@@ -27,7 +28,6 @@ from relibra_jax.planning.metrics import (
     moved_experts,
     replication_bound,
 )
-from relibra_jax.types import EMPTY, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def compare(
         ValueError: if a planner rejects its input, or returns a plan that is not valid.
     """
     outcomes = []
-    cost = cost_model.unit_times(topology)
+    cost = cost_model.price(topology)
     measured = batches.replays[batches.history :]
     least = {
         across_nodes: float(
@@ -137,7 +137,7 @@ def compare(
     for name, contender in contenders.items():
         across_nodes = contender.entry.across_nodes
         own_model = with_fetch_of(cost_model, topology, across_nodes=across_nodes)
-        own_cost = own_model.unit_times(topology)
+        own_cost = own_model.price(topology)
         planned, seconds = run_contender(contender, batches, topology, cost=own_cost, seed=seed)
         outcomes.append(
             _judge(
@@ -180,7 +180,7 @@ def _judge(
     residents = [
         (np.asarray(resident_experts(plan, topology)) != EMPTY).sum((1, 2, 3)).mean() for plan in plans
     ]
-    cost = cost_model.unit_times(topology)
+    cost = cost_model.price(topology)
     visits = [count_visits(batch, topology, cost) for batch in batches]
     crossings = [
         count_crossings(batch, topology, cost, visits=each)

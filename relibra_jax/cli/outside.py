@@ -5,7 +5,7 @@ import os
 import sys
 from typing import Any
 
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.suggestions import suggest_names
 
 
 def import_outside(kind: str, name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import tyro
 
 from relibra_jax.cli.bad_input import exit_status
-from relibra_jax.suggestions import did_you_mean
+from relibra_jax.support.suggestions import did_you_mean
 
 HELP: Final = frozenset({"-h", "--help"})
 WIDE: Final = "100000"

@@ -12,11 +12,11 @@ from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.plan import rank_load
-from relibra_jax.plan_files import save_plan
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.plan_files import save_plan
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.read import read_trace
 
 
@@ -55,7 +55,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
     contender = Contender(entry=PLANNERS[options.planner])
     cost_model = make_cost_model(options.costs, trace, batches, topology)
     across_nodes = contender.entry.across_nodes
-    cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).unit_times(topology)
+    cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).price(topology)
     planned, _ = run_contender(contender, batches, topology, cost=cost, seed=options.batching.seed)
     plan = planned[-1].batch_plan.plan
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,16 +12,16 @@ import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.cli.batching import Batches
-from relibra_jax.limits import check_memory
-from relibra_jax.plan import contiguous_homes, expert_totals
-from relibra_jax.plan_check import check_plan
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology, Transitions
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.types import Array, BatchPlan, RoutingReplay, Topology, Transitions, UnitTimes
+from relibra_jax.support.limits import check_memory
 
 TIMED_RUNS: Final = 5
 """The number of timed runs of planning, of which the median is reported."""
@@ -61,7 +61,7 @@ def run_contender(
     batches: Batches,
     topology: Topology,
     *,
-    cost: UnitTimes,
+    cost: Price,
     seed: int,
     timed_runs: int = TIMED_RUNS,
 ) -> tuple[list[PlannedBatch], float]:

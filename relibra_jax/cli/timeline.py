@@ -15,11 +15,11 @@ from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import GRID, IDLE, INK, PHASES
 from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.step_time import attention_time, rank_time
 from relibra_jax.cost.traffic import count_sent, count_traffic
-from relibra_jax.plan import rank_load
-from relibra_jax.types import Array, Topology
 
 MOST_RANKS: Final = 16
 """The ranks of one planner that fit a figure; at least one node is drawn."""
@@ -83,7 +83,7 @@ def layer_timeline(
         topology: the expert-parallel group.
         cost_model: the cost model, which gives the length of each phase.
     """
-    cost = cost_model.unit_times(topology, updates=0, recompute=True)
+    cost = cost_model.price(topology, updates=0, recompute=True)
     visits = count_visits(batch, topology, cost)
     layer_plans = batch.batch_plan.layer_plans()
     lengths, row_tokens = sample_lengths(batch)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.contract.types import Array, BatchPlan, Price, Topology, check_shape
 from relibra_jax.cost.copies import push_time, reorder_time
 from relibra_jax.cost.step_time import LayerTime, attention_time, layer_time, rank_time
-from relibra_jax.types import Array, BatchPlan, Topology, UnitTimes, check_shape
 
 
 class BatchTime(NamedTuple):
@@ -75,7 +75,7 @@ def batch_time(
     batch_plan: BatchPlan,
     lengths: Int[Array, " B"],
     topology: Topology,
-    cost: UnitTimes,
+    cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
@@ -89,10 +89,10 @@ def batch_time(
             those of the second, and so on.
         lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
-        cost: the unit times, from `relibra_jax.cost.cost_model.CostModel.unit_times`, with the number of data-parallel
+        cost: the unit times, from `relibra_jax.cost.cost_model.CostModel.price`, with the number of data-parallel
             copies, which must divide M.
-        visits: the counts of `relibra_jax.node_visits.node_visits` for hierarchical dispatch, where a token crosses to
-            a node once. None for flat dispatch, where each of its copies crosses.
+        visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
+            to a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
         row_tokens: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
         speedup: the factor by which each rank's experts run faster, as in `relibra_jax.cost.step_time.rank_time`.
@@ -125,7 +125,7 @@ def balanced_time(
     load: Int[Array, "M L N G E"],
     lengths: Int[Array, " B"],
     topology: Topology,
-    cost: UnitTimes,
+    cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
     row_tokens: Float[Array, ""] | float | None = None,

@@ -4,12 +4,12 @@ What is transferred, and when:
 
     replicas   bfloat16 weights, for each layer and micro-batch, in the forward and again in the backward pass; then
                their gradients, also in bfloat16. The source is the home, or a resident of the same node
-               (`relibra_jax.plan.copy_source`). A ragged fetch sends these experts. A padded one sends as many exports
-               from every rank as the rank with the most has, in pieces, and then R experts to each rank
+               (`relibra_jax.contract.plan.copy_source`). A ragged fetch sends these experts. A padded one sends as many
+               exports from every rank as the rank with the most has, in pieces, and then R experts to each rank
                (`relibra_jax.execution.replica_exchange`)
     residents  bfloat16 weights before an update, float32 gradients after it, on the route of
-               `relibra_jax.resident_push`: one hop inside the home's node, one between nodes, one inside the target's.
-               Gradients take the same route back and are summed on the way
+               `relibra_jax.routing.resident_push`: one hop inside the home's node, one between nodes, one inside the
+               target's. Gradients take the same route back and are summed on the way
     homes      float32 master weights and two Adam moments, once per batch. Every expert that leaves its rank goes in
                pieces through all ranks, and as many experts leave every rank as leave the one with the most, rounded up
                to a power of two (`relibra_jax.execution.migration`). So a move inside a node costs as much as one
@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.capacity import exported_slots
+from relibra_jax.contract.plan import copy_source, resident_experts
+from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Plan, Price, Topology
 from relibra_jax.cost.traffic import Traffic, busier_way, count_experts
-from relibra_jax.plan import copy_source, resident_experts
-from relibra_jax.resident_push import push_sizes
-from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology, UnitTimes
+from relibra_jax.routing.resident_push import push_sizes
+from relibra_jax.routing.sizes import exported_slots
 
 
-def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: UnitTimes) -> Float[jax.Array, "M L N G"]:
+def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float[jax.Array, "M L N G"]:
     """Model the seconds in which each rank sends and receives the replicas of a layer, in all passes together.
 
     Args:
@@ -59,7 +59,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: UnitTimes) -> F
     return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
 
 
-def push_time(plan: Plan, topology: Topology, cost: UnitTimes) -> Float[jax.Array, ""]:
+def push_time(plan: Plan, topology: Topology, cost: Price) -> Float[jax.Array, ""]:
     """Model the seconds in which residents' weights are sent and their gradients returned, for all layers together.
 
     No computation hides these transfers: weights are sent before the first micro-batch of an update, and gradients are
@@ -82,7 +82,7 @@ def push_time(plan: Plan, topology: Topology, cost: UnitTimes) -> Float[jax.Arra
 
 
 def reorder_time(
-    home: Int[Array, "L E"], previous_home: Int[Array, "L E"], topology: Topology, cost: UnitTimes
+    home: Int[Array, "L E"], previous_home: Int[Array, "L E"], topology: Topology, cost: Price
 ) -> Float[jax.Array, ""]:
     """Model the seconds to move experts with their optimizer state to new homes, once per batch, for all layers.
 

@@ -1,6 +1,6 @@
 """The cost model: hardware, model sizes and the way in which layers run, and the price of a batch that follows.
 
-`CostModel.unit_times` is the only price: planners compare plans by it, and `relibra_jax.cost.batch_time` sums it up. By
+`CostModel.price` is the only price: planners compare plans by it, and `relibra_jax.cost.batch_time` sums it up. By
 default it prices what a step runs on GPUs by default: the exchange that ``auto`` chooses, with the padding and the
 spare room of its buffers, hops one after the other, and experts that move in pieces over all ranks.
 `relibra_jax.nnx.Balancer` replaces every ``auto`` by what its own steps run.
@@ -10,11 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from relibra_jax.contract.types import Price, Topology
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
-from relibra_jax.limits import check_integer, check_not_negative, check_positive
-from relibra_jax.types import Topology, UnitTimes
+from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 ACTIVATION_BYTES: Final = 2
 """Bytes of one number of an activation: bfloat16."""
@@ -74,7 +74,7 @@ class CostModel:
     >>> from relibra_jax.cost.models import MODELS
     >>> cost_model = CostModel(cluster=CLUSTERS["h100"], model=MODELS["gpt-oss-20b"])
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=32, replica_slots=2)
-    >>> times = cost_model.unit_times(topology)
+    >>> times = cost_model.price(topology)
     >>> times.between, times.inside, f"{times.crossing / times.spread:.0f} {times.push / times.crossing:.0f}"
     ('padded', 'ragged', '9 6480')
     """
@@ -85,10 +85,10 @@ class CostModel:
     """The sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``."""
     path: str = AUTO
     """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
-    for the rule of `relibra_jax.exchange_rules.choose_path`."""
+    for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
     between: str = AUTO
     """The exchange between nodes, and of the flat path: ``padded``, ``ragged``, or ``auto`` for the rule of
-    `relibra_jax.exchange_rules.choose_exchange` on GPUs."""
+    `relibra_jax.routing.exchange_rules.choose_exchange` on GPUs."""
     inside: str = AUTO
     """The exchange inside nodes, likewise."""
     fetch: str = AUTO
@@ -153,9 +153,9 @@ class CostModel:
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
         return dataclasses.replace(self, **chosen)
 
-    def unit_times(
+    def price(
         self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None
-    ) -> UnitTimes:
+    ) -> Price:
         """Return the seconds that one unit of each kind of work costs a rank, in all passes of a batch.
 
         Args:
@@ -188,7 +188,7 @@ class CostModel:
         )
         reduce = gradients * ((1 - 1 / local) / fast + (1 - 1 / nodes) / local / slow)
         owned = topology.home_slots * expert / self.shards + dense / (self.shards * topology.num_ranks)
-        return UnitTimes(
+        return Price(
             token=self.scale * passes.compute * 2.0 * dense / flops,
             pair=self.scale * self.stretch * passes.compute * model.attention_width / flops,
             copy=self.scale * passes.compute * 2.0 * expert / flops,

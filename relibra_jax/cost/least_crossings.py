@@ -36,7 +36,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.types import Array, RoutingReplay, Topology
+from relibra_jax.contract.types import Array, RoutingReplay, Topology
 
 ROWS: Final = 1 << 16
 """The number of tokens whose pairs are counted at a time."""
@@ -66,7 +66,7 @@ def count_routing(replay: RoutingReplay, *, num_experts: int) -> Routing:
     """Count the loads, shares and pairs of a replay, layer by layer.
 
     Args:
-        replay: the routing of all samples of a batch, which `relibra_jax.replay.check_replay` accepts.
+        replay: the routing of all samples of a batch, which `relibra_jax.contract.replay.check_replay` accepts.
         num_experts: E, the number of logical experts of a layer.
     """
     mask = np.asarray(replay.mask)

@@ -17,6 +17,7 @@ time, and the best plan may take much more.
 
 from typing import NamedTuple
 
+from relibra_jax.contract.types import Price, RoutingReplay, Topology
 from relibra_jax.cost.least_crossings import (
     Routing,
     copies_off_rank,
@@ -24,8 +25,7 @@ from relibra_jax.cost.least_crossings import (
     crossings_of_parts,
     crossings_of_sets,
 )
-from relibra_jax.limits import check_not_negative
-from relibra_jax.types import RoutingReplay, Topology, UnitTimes
+from relibra_jax.support.limits import check_not_negative
 
 
 class LeastTime(NamedTuple):
@@ -45,17 +45,17 @@ class LeastTime(NamedTuple):
 
 
 def least_time(
-    replay: RoutingReplay, topology: Topology, *, cost: UnitTimes, across_nodes: bool = False
+    replay: RoutingReplay, topology: Topology, *, cost: Price, across_nodes: bool = False
 ) -> LeastTime:
     """Compute a lower bound of the time of a batch over all plans and all assignments of its samples.
 
     The bound is the same for every number of micro-batches. It is computed on the host with NumPy, not under jit.
 
     Args:
-        replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
+        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
         topology: the expert-parallel group.
         cost: the unit times of the cluster and the model, from
-            `relibra_jax.cost.cost_model.CostModel.unit_times`.
+            `relibra_jax.cost.cost_model.CostModel.price`.
         across_nodes: True if replicas may be in any node, False if only in nodes that hold their expert at home or as a
             resident.
 
@@ -63,11 +63,11 @@ def least_time(
         The bound as Python floats, in seconds. It includes the pushes of residents, averaged over the nodes.
 
     Raises:
-        ValueError: if a time of ``cost`` is negative or too large (`relibra_jax.limits.check_not_negative`).
+        ValueError: if a time of ``cost`` is negative or too large (`relibra_jax.support.limits.check_not_negative`).
 
     >>> import numpy as np
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
-    >>> cost = UnitTimes(token=1.0, copy=1.0, crossing=4.0, spread=0.0, move=0.0, push=0.0)
+    >>> cost = Price(token=1.0, copy=1.0, crossing=4.0, spread=0.0, move=0.0, push=0.0)
     >>> replay = RoutingReplay(np.array([[[[0]], [[1]]], [[[0]], [[0]]]]), np.ones((2, 2), bool))
     >>> least_time(replay, topology, cost=cost)  # one token of the first sample is not where its expert is
     LeastTime(attention=2.0, compute=2.0, exchange=2.0)
@@ -89,7 +89,7 @@ def least_time(
     )
 
 
-def _slow_exchange(routing: Routing, topology: Topology, cost: UnitTimes, *, across_nodes: bool) -> float:
+def _slow_exchange(routing: Routing, topology: Topology, cost: Price, *, across_nodes: bool) -> float:
     """Bound the seconds of all ranks together on the slow network, with the price of so few crossings."""
     crossing, nodes = float(cost.crossing), topology.num_nodes
     if nodes == 1 or crossing == 0:
@@ -104,7 +104,7 @@ def _slow_exchange(routing: Routing, topology: Topology, cost: UnitTimes, *, acr
     return crossing * fewest
 
 
-def _fast_exchange(routing: Routing, topology: Topology, cost: UnitTimes) -> float:
+def _fast_exchange(routing: Routing, topology: Topology, cost: Price) -> float:
     """Bound the seconds of all ranks together on the fast network, or of flat dispatch on both networks."""
     crossing, spread = float(cost.crossing), float(cost.spread)
     if cost.hierarchical:

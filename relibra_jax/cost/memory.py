@@ -21,11 +21,11 @@ of them than are counted.
 
 from typing import Final, NamedTuple
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import ACCUMULATOR_BYTES, STATE_BYTES, WEIGHT_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.limits import check_integer
-from relibra_jax.types import Topology
+from relibra_jax.support.limits import check_integer
 
 REPLICA_BUFFERS: Final = 3
 """The memory that is counted for replicas, in multiples of one buffer."""

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Price, Topology
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.traffic import count_sent
-from relibra_jax.types import EMPTY, Array, Assignment, LayerPlan, Topology, UnitTimes
 
 
 class RankTime(NamedTuple):
@@ -68,7 +68,7 @@ class LayerTime(NamedTuple):
         return self.attention + self.compute + self.exchange + self.gather + self.exposed
 
 
-def sample_attention(lengths: Float[Array, "*samples"], cost: UnitTimes) -> Float[jax.Array, "*samples"]:
+def sample_attention(lengths: Float[Array, "*samples"], cost: Price) -> Float[jax.Array, "*samples"]:
     """Return the seconds of each sample in one layer that depend on where the sample is assigned.
 
     They are those of attention between its tokens. All positions of rows are computed whether or not they hold tokens,
@@ -85,7 +85,7 @@ def sample_attention(lengths: Float[Array, "*samples"], cost: UnitTimes) -> Floa
 def attention_time(
     assignment: Assignment,
     lengths: Int[Array, " B"],
-    cost: UnitTimes,
+    cost: Price,
     *,
     row_tokens: Float[Array, ""] | float | None = None,
 ) -> tuple[Float[jax.Array, "M N G"], Float[jax.Array, ""]]:
@@ -116,7 +116,7 @@ def rank_time(
     layer_plans: LayerPlan,
     attention: Float[Array, "M N G"],
     topology: Topology,
-    cost: UnitTimes,
+    cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
     speedup: Float[Array, "M L N G"] | None = None,

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.capacity import padded_rows
-from relibra_jax.token_split import line_starts, pair_load
-from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, UnitTimes, check_shape
+from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Price, Topology, check_shape
+from relibra_jax.routing.sizes import padded_rows
+from relibra_jax.routing.split import line_starts, pair_load
 
 
 class Traffic(NamedTuple):
@@ -120,7 +120,7 @@ def count_traffic(
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
         topology: the expert-parallel group.
-        visits: the counts of `relibra_jax.node_visits.node_visits` for hierarchical dispatch, where a token crosses
+        visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
             once to a node, to the rank with the same local index, and its copies are distributed inside that node. None
             for flat dispatch, where every token copy is sent by itself.
 
@@ -139,7 +139,7 @@ def count_traffic(
 def count_sent(
     layer_plans: LayerPlan,
     topology: Topology,
-    cost: UnitTimes,
+    cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
 ) -> Sent:
@@ -172,9 +172,7 @@ def count_sent(
     return _hierarchical_sent(plans, topology, cost, room, visits)
 
 
-def _flat_sent(
-    plans: LayerPlan, topology: Topology, cost: UnitTimes, room: Callable[[Array], jax.Array]
-) -> Sent:
+def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable[[Array], jax.Array]) -> Sent:
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
     if cost.between == "ragged":
@@ -193,7 +191,7 @@ def _flat_sent(
 def _hierarchical_sent(
     plans: LayerPlan,
     topology: Topology,
-    cost: UnitTimes,
+    cost: Price,
     room: Callable[[Array], jax.Array],
     visits: Num[Array, "M L P N"],
 ) -> Sent:

@@ -35,13 +35,6 @@ Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.ex
 `relibra_jax.nnx`.
 """
 
-from relibra_jax.capacity import (
-    Capacities,
-    check_capacities,
-    count_capacities,
-    grow_capacities,
-    worst_case_capacities,
-)
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
@@ -51,6 +44,13 @@ from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layer, prepare_layers
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.execution.residents import Residents, check_residents, push_residents, return_gradients
+from relibra_jax.routing.sizes import (
+    Capacities,
+    check_capacities,
+    count_capacities,
+    grow_capacities,
+    worst_case_capacities,
+)
 
 __all__ = [
     "OVERLAP_OPTIONS",

@@ -26,14 +26,14 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Int, Num, PyTree
 
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.checkpoint_layout import Layout, check_arrays, describe, layout_json
 from relibra_jax.execution.checkpoint_steps import find_step, raise_together, read_layout, read_state
 from relibra_jax.execution.digests import logical_digests
 from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, slot_spec
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.plan_check import check_homes
-from relibra_jax.types import Array, Topology
 
 
 class Restored(NamedTuple):

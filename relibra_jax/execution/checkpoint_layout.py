@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 
 class Layout(NamedTuple):

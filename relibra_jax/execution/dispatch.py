@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Num
 
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
 from relibra_jax.execution.exchange import Exchange, send, send_back
 from relibra_jax.execution.gather import combine_rows, gather_rows
-from relibra_jax.types import EMPTY
 
 
 def send_tokens(

@@ -1,6 +1,6 @@
 """Tables for dispatch and combine, computed once per batch, so that layers only gather and send.
 
-Token copies and slots are both sorted by expert (`relibra_jax.copy_slots`): the first ``sent[slot]`` copies of an
+Token copies and slots are both sorted by expert (`relibra_jax.routing.slots`): the first ``sent[slot]`` copies of an
 expert go to its first slot, and so on. One argsort places every copy of a rank. Receivers do not sort, because the
 counts alone determine the rows of their buffers.
 
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.copy_slots import line_up
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.exchange import Exchange, Lanes, send
 from relibra_jax.execution.gather import inverse_index
-from relibra_jax.segments import segment_rows, starts
-from relibra_jax.types import EMPTY
+from relibra_jax.routing.segments import segment_rows, starts
+from relibra_jax.routing.slots import line_up
 
 
 class Dispatch(NamedTuple):
@@ -101,7 +101,7 @@ def make_node_dispatch(
     """Compute the tables of hierarchical dispatch, with one exchange between nodes and one inside them.
 
     Args:
-        slot: the flat slot that serves each copy (`relibra_jax.copy_slots.copy_slots`); EMPTY for no copy.
+        slot: the flat slot that serves each copy (`relibra_jax.routing.slots.copy_slots`); EMPTY for no copy.
         sent: the number of copies from each rank to each slot, equal on all ranks.
         between: the exchange between the ranks with one local index in all nodes.
         inside: the exchange inside a node.

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num
 
-from relibra_jax.capacity import ExchangeSizes
-from relibra_jax.segments import segment_rows, starts
+from relibra_jax.routing.segments import segment_rows, starts
+from relibra_jax.routing.sizes import ExchangeSizes
 
 KINDS: Final = ("padded", "ragged", "emulated")
 

@@ -13,8 +13,8 @@ import optax  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import RANKS, check_mesh
-from relibra_jax.types import Topology
 
 type Layers = int | range | None
 """The label of a leaf: the layer of its experts as an int for ``[N, G, H, ...]``, a range of layers for a stacked

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.capacity import export_count, exported_slots
+from relibra_jax.contract.plan import copy_source
+from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
 from relibra_jax.execution.exchange import KINDS, Exchange, Lanes
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
-from relibra_jax.plan import copy_source
-from relibra_jax.segments import in_lanes, places, starts
-from relibra_jax.types import EMPTY, LayerPlan, Topology
+from relibra_jax.routing.segments import in_lanes, places, starts
+from relibra_jax.routing.sizes import export_count, exported_slots
 
 PULLED: Final = ("remote", "remote_emulated")
 """The kinds of fetch in which every rank reads its replicas from the memory of other ranks."""

@@ -1,15 +1,15 @@
 """Gathers of buffer rows and their transposes, the building blocks of dispatch and combine.
 
-A buffer is a sequence of *segments* (`relibra_jax.segments`), each with the rows for one slot from one rank. Rows move
-by a gather. The transpose is a gather too, by the inverse index, so that no scatter of rows is needed and sums have a
-fixed order.
+A buffer is a sequence of *segments* (`relibra_jax.routing.segments`), each with the rows for one slot from one rank.
+Rows move by a gather. The transpose is a gather too, by the inverse index, so that no scatter of rows is needed and
+sums have a fixed order.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 
 def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " length"]:

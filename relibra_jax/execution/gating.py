@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Integer
 
-from relibra_jax.types import EMPTY, Array
+from relibra_jax.contract.types import EMPTY, Array
 
 
 @jax.tree_util.register_static

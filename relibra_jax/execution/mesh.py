@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.implementation import why_not_hopper
-from relibra_jax.types import Topology
+from relibra_jax.contract.types import Topology
 
 NODE: Final = "node"
 LOCAL: Final = "local"

@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Num, PyTree, Shaped
 
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, leaf_name, slot_spec
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.plan_check import check_homes
-from relibra_jax.types import Array, Topology
 
 CHUNKS: Final = 4
 """The number of parts in which a layer travels, one after another."""

@@ -7,8 +7,8 @@ step.
 
 A plan never changes the mathematics, and the layer drops no token. Only ``ExpertParallel.float8`` changes values: hot
 ranks then compute in float8, in passes without gradients. The host checks sizes and plans before the step
-(`relibra_jax.capacity`, `relibra_jax.plan_check`). If a step still runs with too small buffers, with an invalid plan,
-with a plan for another load, or with different expert ids, its output and gradients are NaN.
+(`relibra_jax.routing.sizes`, `relibra_jax.contract.check`). If a step still runs with too small buffers, with an
+invalid plan, with a plan for another load, or with different expert ids, its output and gradients are NaN.
 
 Pipeline, context and expert-tensor parallelism are not implemented.
 """
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Integer
 
 from pallas_kernels import grouped_mlp, grouped_mlp_float8
+from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
 from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
 from relibra_jax.execution.exchange import Exchange
@@ -29,8 +30,7 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables, token_exchanges
 from relibra_jax.execution.replicas import LayerExperts
-from relibra_jax.segments import segment_of_row, starts
-from relibra_jax.types import EMPTY, Array, Topology, check_shape
+from relibra_jax.routing.segments import segment_of_row, starts
 
 
 class LayerOutput(NamedTuple):

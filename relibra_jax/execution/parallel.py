@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
-from relibra_jax.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
-from relibra_jax.hot_ranks import HotRanks
-from relibra_jax.types import Array, LayerPlan, Topology, check_shape
+from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.routing.hot_ranks import HotRanks
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
 
 class Kinds(NamedTuple):
@@ -50,8 +50,8 @@ class ExpertParallel:
     topology: Topology
     """The expert-parallel group."""
     capacities: Capacities | None = None
-    """Buffer sizes, from `relibra_jax.capacity.count_capacities`. None takes the worst case for the shapes, which live
-    routing needs because its load is unknown beforehand."""
+    """Buffer sizes, from `relibra_jax.routing.sizes.count_capacities`. None takes the worst case for the shapes, which
+    live routing needs because its load is unknown beforehand."""
     data_axes: tuple[str, ...] | None = None
     """The mesh's other axes over which tokens are split (data, FSDP); all of them by default. Each index along them is
     a copy of the expert-parallel group with its own layer plans. The copies share homes and parameters."""

@@ -1,6 +1,6 @@
 """The last check against invalid plans, inside the step: a layer with an invalid plan has NaN outputs and gradients.
 
-The host checks plans before a step (`relibra_jax.plan_check`, which says what is wrong and where). In case a caller
+The host checks plans before a step (`relibra_jax.contract.check`, which says what is wrong and where). In case a caller
 skips that check, this module checks the same rules cheaply for one layer of one micro-batch.
 """
 
@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from relibra_jax.types import EMPTY, LayerPlan, Topology
+from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
 
 
 def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool[jax.Array, ""]:
-    """Return whether a layer plan follows the rules of `relibra_jax.types.Plan` and its quotas add up to its load.
+    """Return whether a layer plan follows the rules of `relibra_jax.contract.types.Plan` and its quotas add up to its
+    load.
 
     Args:
         plan: the plan of one layer of one micro-batch, with its load.

@@ -20,17 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from relibra_jax.capacity import ExchangeSizes
-from relibra_jax.copy_slots import copy_slots
+from relibra_jax.contract.types import EMPTY, Array, LayerPlan
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.fetch_tables import FetchTables, make_fetch, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
-from relibra_jax.hot_ranks import mark_hot_ranks
-from relibra_jax.token_split import refit_quota, source_quota
-from relibra_jax.types import EMPTY, Array, LayerPlan
+from relibra_jax.routing.hot_ranks import mark_hot_ranks
+from relibra_jax.routing.sizes import ExchangeSizes
+from relibra_jax.routing.slots import copy_slots
+from relibra_jax.routing.split import refit_quota, source_quota
 
 
 class RowCheck(NamedTuple):

@@ -28,12 +28,12 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels.pull_rows import pull_rows
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.exchange import Exchange, send
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
 from relibra_jax.execution.fetch_tables import FetchTables
 from relibra_jax.execution.gather import gather_rows
 from relibra_jax.execution.mesh import LOCAL, vary_over, varying_axes
-from relibra_jax.types import EMPTY
 
 type ExpertBuffers = tuple[jax.Array, ...]
 """The experts that a rank holds for the whole batch: its home experts, then its residents if there are any."""

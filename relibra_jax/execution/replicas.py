@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from relibra_jax.contract.types import Array, Topology, check_shape
 from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, replica_exchange
 from relibra_jax.execution.replica_exchange import fetch
-from relibra_jax.types import Array, Topology, check_shape
 
 
 class LayerExperts(NamedTuple):

@@ -1,7 +1,7 @@
 """The exchange that copies experts to resident slots in three hops and in pieces, on one rank inside shard_map.
 
-`relibra_jax.resident_push` describes who sends what, and why. JAX can transpose it, which sums gradients where pieces
-were copied, in a fixed order.
+`relibra_jax.routing.resident_push` describes who sends what, and why. JAX can transpose it, which sums gradients where
+pieces were copied, in a fixed order.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution.exchange import swap_lanes
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
 from relibra_jax.execution.gather import gather_rows, inverse_index
 from relibra_jax.execution.mesh import LOCAL, NODE
-from relibra_jax.resident_push import PushSizes, PushTables
-from relibra_jax.segments import in_lanes
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.routing.resident_push import PushSizes, PushTables
+from relibra_jax.routing.segments import in_lanes
 
 
 def exchange_residents(

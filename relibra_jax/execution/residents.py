@@ -8,8 +8,8 @@ slow network once per update instead of once per micro-batch, and so does the su
     gradients = return_gradients(sum of the residents' gradients, gradients, plan, ...)   after the last one
     divide, clip, step                                                          residents are not parameters
 
-`relibra_jax.resident_push` describes the route of a push. `return_gradients` is the push transposed by JAX, in the
-dtype of the accumulated gradients. Residents have no optimizer state, and checkpoints do not contain them.
+`relibra_jax.routing.resident_push` describes the route of a push. `return_gradients` is the push transposed by JAX, in
+the dtype of the accumulated gradients. Residents have no optimizer state, and checkpoints do not contain them.
 
 Residents are sharded along an FSDP axis like homes. Along data-parallel axes every copy of the group has separate
 residents, so that their gradients are summed over the copies only once per update, when they return.
@@ -25,13 +25,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import Array, Plan, Topology, check_shape
 from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.resident_exchange import exchange_residents, in_chunks
-from relibra_jax.plan import resident_experts
-from relibra_jax.resident_push import PushSizes, push_fits, push_tables
-from relibra_jax.types import Array, Plan, Topology, check_shape
+from relibra_jax.routing.resident_push import PushSizes, push_fits, push_tables
 
 CHUNK_BYTES: Final = 1 << 30
 """The bytes that one exchange of a push fills on a rank. Larger pushes take several exchanges."""

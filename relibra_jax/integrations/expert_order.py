@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jaxtyping import Int, Num
 
-from relibra_jax.plan_check import check_homes
-from relibra_jax.types import EMPTY, Array
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.types import EMPTY, Array
 
 
 def logical_order(num_layers: int, num_experts: int) -> Int[np.ndarray, "L E"]:

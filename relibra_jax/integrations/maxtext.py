@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Num, PyTree, Shaped
 
+from relibra_jax.contract.types import Array
 from relibra_jax.integrations.expert_order import source_positions
-from relibra_jax.types import Array
 
 AXES: Final = {
     "gate/kernel": "D E",

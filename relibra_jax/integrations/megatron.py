@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from jaxtyping import Int, Num
 
+from relibra_jax.contract.types import Array
 from relibra_jax.integrations.expert_order import source_positions
-from relibra_jax.types import Array
 
 _LAYER: Final = r"(?:.*\.)?decoder\.layers\.(?P<layer>\d+)\.mlp\."
 _ROUTER: Final = re.compile(rf"{_LAYER}router\.(?:weight|bias|expert_bias|qb_beta)")

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
-from relibra_jax.types import Array
 
 CUDNN_DTYPES: Final = ("bfloat16", "float16")
 """The dtypes that cuDNN's attention supports."""

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
+from relibra_jax.contract.types import Array, LayerPlan, Topology
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.attention import Attention
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import MoELayer, MoEOutput
-from relibra_jax.types import Array, LayerPlan, Topology
 
 
 class Block(nnx.Module):

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models.config import ModelConfig
-from relibra_jax.types import Array
 
 NOWHERE: Final = np.iinfo(np.int32).max
 """The position of a gap, larger than that of any token, so that causal attention excludes it."""

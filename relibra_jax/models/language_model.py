@@ -17,13 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
 
+from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import RowPacking
-from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 
 class ModelOutput(NamedTuple):

@@ -15,6 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import DTypeLike, Int
 
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.mesh import check_mesh
 from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.config import ModelConfig
@@ -24,9 +27,6 @@ from relibra_jax.models.language_model import LanguageModel, abstract_model
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import set_homes
-from relibra_jax.plan import contiguous_homes
-from relibra_jax.plan_check import check_homes
-from relibra_jax.types import Array, Topology
 
 EXPERT_AXES: Final = 5
 """The number of leading axes of the experts' array: layer, node, rank, slot and matrix."""

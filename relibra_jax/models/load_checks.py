@@ -6,13 +6,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from relibra_jax.limits import machine_memory
+from relibra_jax.contract.types import Topology
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_architectures import Fields
 from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.tensor_files import TensorFiles, group_names
 from relibra_jax.nnx import ExpertParam
-from relibra_jax.types import Topology
+from relibra_jax.support.limits import machine_memory
 
 GIB = 2**30
 DTYPES = ("F32", "BF16", "F16")

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jaxtyping import DTypeLike
 
-from relibra_jax.atomic_write import write_json
 from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.export import pretrained_tensors, tensor_dtype
@@ -18,6 +17,7 @@ from relibra_jax.models.hf_config import config_fields, differences, load_config
 from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.models.tensor_files import write_tensors
+from relibra_jax.support.atomic_write import write_json
 
 COPIED_FILES: Final = (
     "tokenizer.json",

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from relibra_jax.atomic_write import write_atomically, write_json
+from relibra_jax.support.atomic_write import write_atomically, write_json
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -15,7 +15,6 @@ the precision of every array.
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.executed import check_executed
 from relibra_jax.nnx.float8 import in_float8
@@ -25,6 +24,7 @@ from relibra_jax.nnx.layer import MoELayer, MoEOutput
 from relibra_jax.nnx.prepared import PreparedBatch, RowPacking
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
+from relibra_jax.routing.hot_ranks import HotRanks
 
 __all__ = [
     "GATINGS",

@@ -3,8 +3,8 @@
 A batch is everything between two placements. `Balancer.prepare` begins a batch. It assigns the samples to micro-batches
 and ranks, places and replicates the experts, checks the plan, sizes the buffers, and moves the experts with their
 optimizer state. The caller then runs its own training loop. The pure functions behind it are public:
-`relibra_jax.planning.plan_stages.plan_stages`, `relibra_jax.plan_check.check_plan`,
-`relibra_jax.capacity.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
+`relibra_jax.planning.plan_stages.plan_stages`, `relibra_jax.contract.check.check_plan`,
+`relibra_jax.routing.sizes.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
 """
 
 import dataclasses
@@ -20,9 +20,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int, Integer, PRNGKeyArray
 
-from relibra_jax.capacity import Capacities
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.exchange_rules import AUTO
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
 from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
@@ -36,14 +37,13 @@ from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import Search, make_search, plan_and_check, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
-from relibra_jax.plan import contiguous_homes
-from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.placement import Placement
-from relibra_jax.row_packing import pack_rows as lay_out_rows
-from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
+from relibra_jax.routing.exchange_rules import AUTO
+from relibra_jax.routing.row_packing import pack_rows as lay_out_rows
+from relibra_jax.routing.sizes import Capacities
 
 
 class Balancer:
@@ -68,8 +68,9 @@ class Balancer:
         capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
             compiling steps for smaller buffers.
         pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
-            where the sample lengths allow it (`relibra_jax.row_packing`). With packed rows, samples must be aligned to
-            the left, the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
+            where the sample lengths allow it (`relibra_jax.routing.row_packing`). With packed rows, samples must be
+            aligned to the left, the initial assignment packs them by length, and the model needs
+            `PreparedBatch.packing`.
         data_axes: the other mesh axes over which tokens are split. None takes all of them.
         path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
@@ -161,7 +162,7 @@ class Balancer:
         """The cost model for which batches are planned, with what layers run in place of every ``auto``.
 
         None if batches are planned for balance, and before the first batch if the cost model is derived. With
-        ``balancer.cost.unit_times(topology)``, `relibra_jax.plan_batch` finds the same plans.
+        ``balancer.cost.price(topology)``, `relibra_jax.plan_batch` finds the same plans.
         """
         return self._cost
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from relibra_jax.capacity import Capacities, ExchangeSizes
-from relibra_jax.resident_push import PushSizes
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 
 class BalancerState(NamedTuple):

@@ -4,9 +4,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.nnx.homes import get_homes
-from relibra_jax.replay import check_replay
-from relibra_jax.types import RoutingReplay
 
 
 def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: int) -> None:

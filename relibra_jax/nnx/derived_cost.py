@@ -15,13 +15,13 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from relibra_jax.contract.types import Price, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster, find_cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.exchange_rules import AUTO
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.layer import MoELayer
-from relibra_jax.types import Topology, UnitTimes
+from relibra_jax.routing.exchange_rules import AUTO
 
 BALANCE: Final = "balance"
 """The price that plans for balance instead of time."""
@@ -169,7 +169,7 @@ def check_cost(cost: CostModel, model: nnx.Module, *, num_layers: int) -> None:
             )
 
 
-def stage_times(cost: CostModel, topology: Topology, updates: Sequence[int]) -> tuple[UnitTimes, ...]:
+def stage_times(cost: CostModel, topology: Topology, updates: Sequence[int]) -> tuple[Price, ...]:
     """Return the unit times of each stage of a batch.
 
     Args:
@@ -178,6 +178,4 @@ def stage_times(cost: CostModel, topology: Topology, updates: Sequence[int]) -> 
         updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes.
     """
     shared = cost.recompute and 0 not in updates
-    return tuple(
-        cost.unit_times(topology, updates=number, recompute=shared or not number) for number in updates
-    )
+    return tuple(cost.price(topology, updates=number, recompute=shared or not number) for number in updates)

@@ -3,9 +3,9 @@
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.contract.types import Array
 from relibra_jax.nnx.prepare_batch import group_by_copy
 from relibra_jax.nnx.prepared import PreparedBatch, to_host
-from relibra_jax.types import Array
 
 
 def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBatch) -> None:

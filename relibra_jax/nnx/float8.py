@@ -5,12 +5,12 @@ import functools
 
 import jax
 
+from relibra_jax.contract.types import Plan
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
-from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.nnx.prepare_batch import group_by_copy
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.types import Plan
+from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
 
 
 def in_float8(batch: PreparedBatch, rule: HotRanks) -> PreparedBatch:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.float8 import check_exact
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import AXES, ExpertParam
-from relibra_jax.plan import resident_experts
-from relibra_jax.types import Array
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
 """The loss function of one micro-batch, ``objective(model, samples, layers) -> (loss, auxiliary)``.

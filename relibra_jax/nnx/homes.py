@@ -8,11 +8,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.expert_labels import Layers, optimizer_layers
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.nnx.variables import AXES, ExpertParam, Homes
-from relibra_jax.plan_check import check_homes
-from relibra_jax.types import Array, Topology
 
 
 def expert_labels(state: Any) -> Any:

@@ -19,6 +19,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
@@ -26,9 +29,6 @@ from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch, prepare_layer
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert_spec
-from relibra_jax.plan import home_layout
-from relibra_jax.replay import id_dtype
-from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
 REPLICATED: Final = PartitionSpec()
 """The sharding spec of replicated parameters."""
@@ -228,7 +228,7 @@ class MoELayer(nnx.Module):
 
         Returns:
             ``(expert_ids, logits)``: the expert ids in the smallest dtype that holds them, as in
-            `relibra_jax.types.RoutingReplay`, and the router's logits in float32 or wider.
+            `relibra_jax.contract.types.RoutingReplay`, and the router's logits in float32 or wider.
         """
         logits = self._logits(x)
         bias = None if self.correction_bias is None else self.correction_bias[...]

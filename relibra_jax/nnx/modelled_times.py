@@ -11,14 +11,14 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Int
 
+from relibra_jax.contract.plan import expert_totals
+from relibra_jax.contract.replay import assigned_load
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.nnx.stage_plans import Search, host_device, start_of_stage
-from relibra_jax.plan import expert_totals
 from relibra_jax.planning.batch_counts import BatchCounts
 from relibra_jax.planning.plan_price import estimate_visits
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.replay import assigned_load
-from relibra_jax.types import Array, Assignment, BatchPlan, Topology, UnitTimes
 
 
 class ModelledTimes(NamedTuple):
@@ -63,7 +63,7 @@ def _model_stage(
     start: Assignment,
     counts: BatchCounts,
     previous_home: Int[Array, "L E"],
-    cost: UnitTimes,
+    cost: Price,
     *,
     topology: Topology,
     moves: bool,

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.nnx.modelled_times import ModelledTimes
@@ -18,8 +19,7 @@ from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.planning.alternation import shift_samples
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_stages import stage_samples
-from relibra_jax.row_packing import RowLayout
-from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
+from relibra_jax.routing.row_packing import RowLayout
 
 
 def replayed_batch(

@@ -11,11 +11,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
-from relibra_jax.row_packing import RowLayout
-from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan
+from relibra_jax.routing.row_packing import RowLayout
 
 
 class RowPacking(NamedTuple):

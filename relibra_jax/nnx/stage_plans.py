@@ -10,11 +10,12 @@ from typing import Any, Final, NamedTuple
 import jax
 from jaxtyping import Bool, Integer, PRNGKeyArray
 
+from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, Planner, Price, RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.nnx.derived_cost import stage_times
-from relibra_jax.plan import resident_experts
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.alternation import Assign, shift_samples
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch
@@ -22,7 +23,6 @@ from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import plan_stage_loads, stage_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -46,7 +46,7 @@ class Search(NamedTuple):
     """The samples of each stage."""
     assign: Assign | None
     """The function that assigns samples. None keeps the initial assignment."""
-    cost: tuple[UnitTimes, ...] | None
+    cost: tuple[Price, ...] | None
     """The unit times of each stage. None plans for balance."""
     in_order: bool
     """Whether the search starts from samples in their order. Otherwise it starts from the assignment of

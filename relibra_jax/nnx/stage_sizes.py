@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, with_spare_room
+from relibra_jax.contract.types import BatchPlan, RoutingReplay
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import NO_EXCHANGE
 from relibra_jax.nnx.stage_plans import host_device
-from relibra_jax.node_visits import node_visits
-from relibra_jax.types import BatchPlan, RoutingReplay
+from relibra_jax.routing.sizes import Capacities, count_capacities, grow_capacities, with_spare_room
+from relibra_jax.routing.visits import node_visits
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:

@@ -3,5 +3,5 @@
 `plan_batch` plans a whole batch: it alternates the assignment of samples (`assignment`) with a planner's choice of
 homes, replicas and quotas. The planner `relibra` composes `placement`, which reorders experts between batches, and
 `replication`, which replicates them inside a batch. `planners` is the table of all planners, `baselines` has those of
-other systems, and `metrics` measures plans. `relibra_jax.types` defines the terms and the types.
+other systems, and `metrics` measures plans. `relibra_jax.contract.types` defines the terms and the types.
 """

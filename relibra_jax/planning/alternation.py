@@ -17,28 +17,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from relibra_jax.limits import check_integer, check_not_negative, check_positive
-from relibra_jax.plan import contiguous_homes, expert_totals, resident_experts
-from relibra_jax.plan_check import check_homes
-from relibra_jax.planning.batch_counts import BatchCounts
-from relibra_jax.planning.extra_args import accepted_arguments, with_extra_args
-from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.plan_price import price_stages
-from relibra_jax.planning.replication import without_replicas
-from relibra_jax.planning.token_sample import Routes, place_routes
-from relibra_jax.replay import assigned_load
-from relibra_jax.types import (
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.plan import contiguous_homes, expert_totals, resident_experts
+from relibra_jax.contract.replay import assigned_load
+from relibra_jax.contract.types import (
     EMPTY,
     Array,
     Assignment,
     BatchPlan,
     Plan,
     Planner,
+    Price,
     TokenSample,
     Topology,
-    UnitTimes,
     check_shape,
 )
+from relibra_jax.planning.batch_counts import BatchCounts
+from relibra_jax.planning.extra_args import accepted_arguments, with_extra_args
+from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.plan_price import price_stages
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.planning.token_sample import Routes, place_routes
+from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 type Assign = Callable[..., Assignment]
 """``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``. The
@@ -59,7 +59,7 @@ def plan_alternating(
     assign: Assign | None,
     key: PRNGKeyArray | None,
     rounds: int,
-    costs: Sequence[UnitTimes] | None,
+    costs: Sequence[Price] | None,
     warm_start: Placement | None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
@@ -170,7 +170,7 @@ class _Search:
     samples: tuple[range, ...]
     assign: Assign | None
     key: PRNGKeyArray | None
-    costs: Sequence[UnitTimes] | None
+    costs: Sequence[Price] | None
     warm_start: Placement | None
 
     @property
@@ -315,7 +315,7 @@ def _placement(result: tuple[Sequence[BatchPlan], Any], topology: Topology) -> P
 
 def check_search(
     rounds: int,
-    costs: Sequence[UnitTimes] | None,
+    costs: Sequence[Price] | None,
     warm_start: Placement | None,
     layers: int,
     topology: Topology,
@@ -368,7 +368,7 @@ def shift_samples(assignment: Assignment, by: int) -> Assignment:
     return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
 
 
-def _check_unit_times(cost: UnitTimes) -> None:
+def _check_unit_times(cost: Price) -> None:
     """Raise ValueError if a unit time is negative or not finite, or ``copy`` is 0; traced values are not checked."""
     for field in dataclasses.fields(cost):
         value = getattr(cost, field.name)
@@ -379,7 +379,7 @@ def _check_unit_times(cost: UnitTimes) -> None:
             check_positive("cost.copy", float(value))
 
 
-def _cost_of_batch(costs: Sequence[UnitTimes], samples: Sequence[range]) -> UnitTimes:
+def _cost_of_batch(costs: Sequence[Price], samples: Sequence[range]) -> Price:
     """Average the unit times over the samples of all stages; the push times add up, as residents serve all stages."""
     total = sum(map(len, samples))
     parts = [len(stage_range) / total for stage_range in samples]

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, Topology, check_shape
 from relibra_jax.cost.step_time import sample_attention
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
 from relibra_jax.planning.sample_search import HOTTEST, REFINING, SampleProblem, search_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, check_shape
 
 MAX_COUNTERS: Final = 512
 """The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
@@ -94,7 +94,7 @@ def assign_samples(
     crossing_cost: float = 0.03,
     routes: Routes | None = None,
     resident: Int[Array, "L N G resident_slots"] | None = None,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     refine: Assignment | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample so that the load of nodes and ranks is even.

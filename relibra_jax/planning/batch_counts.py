@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import (
+    Array,
+    Assignment,
+    Planner,
+    RoutingReplay,
+    Topology,
+    Transitions,
+    check_shape,
+)
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
-from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, Assignment, Planner, RoutingReplay, Topology, Transitions, check_shape
 
 
 class BatchCounts(NamedTuple):
@@ -89,7 +97,7 @@ def check_counts(counts: BatchCounts, starts: Sequence[Assignment], topology: To
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: under the conditions of `relibra_jax.plan_check.check_load`.
+        ValueError: under the conditions of `relibra_jax.contract.check.check_load`.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((counts.sample_load, starts))):
         return

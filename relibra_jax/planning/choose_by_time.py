@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.types import Array, Plan, Planner, Price, TokenSample, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time, push_time
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Array, Plan, Planner, TokenSample, Topology, UnitTimes, layer_plans
 
 
 def cheapest(planners: Sequence[Planner]) -> Planner:
@@ -47,7 +47,7 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
         state: tuple,
         topology: Topology,
         *,
-        cost: UnitTimes | None = None,
+        cost: Price | None = None,
         tokens: TokenSample | None = None,
         **extra: Any,
     ) -> tuple[Plan, tuple]:
@@ -80,7 +80,7 @@ def replicate_while_hidden(
     home: Int[Array, "L E"],
     topology: Topology,
     *,
-    cost: UnitTimes,
+    cost: Price,
     tokens: TokenSample,
     **options,
 ) -> Plan:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from relibra_jax.types import Planner
+from relibra_jax.contract.types import Planner
 
 
 def with_extra_args(planner: Planner) -> Planner:

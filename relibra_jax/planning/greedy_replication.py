@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.types import EMPTY, Array
+from relibra_jax.contract.types import EMPTY, Array
 
 ROUNDS = 8
 """The most thresholds that are tried; fewer if the bound is reached. On 950 random and recorded domains with one slot

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import expert_totals, home_layout, node_quota
+from relibra_jax.contract.plan import expert_totals, home_layout, node_quota
+from relibra_jax.contract.types import Array, LayerPlan, Topology
 from relibra_jax.planning.greedy_replication import least_top_load
-from relibra_jax.types import Array, LayerPlan, Topology
 
 
 def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:

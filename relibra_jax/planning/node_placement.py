@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
+from relibra_jax.contract.types import Price, TokenSample, Topology
 from relibra_jax.planning.residents import choose_residents
 from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import TokenBits, token_bits
-from relibra_jax.types import TokenSample, Topology, UnitTimes
 
 ALTERNATIONS: Final = 2
 """The number of searches for homes, each followed by a choice of residents, if there are resident slots. With one
@@ -50,7 +50,7 @@ class Prices(NamedTuple):
 
 
 def relative_prices(
-    cost: UnitTimes | None,
+    cost: Price | None,
     copies: Float[jax.Array, ""],
     topology: Topology,
     *,

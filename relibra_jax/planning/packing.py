@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import inverse_permutation
-from relibra_jax.types import Array
+from relibra_jax.contract.plan import inverse_permutation
+from relibra_jax.contract.types import Array
 
 
 def lightest_pack(

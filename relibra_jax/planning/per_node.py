@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num
 
-from relibra_jax.plan import assemble_plan, home_layout
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.contract.plan import assemble_plan, home_layout
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 
 type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``(load[P H], expected[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each, S = H + R.

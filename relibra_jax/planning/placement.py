@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
-from relibra_jax.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.contract.types import EMPTY, Array, Price, TokenSample, Topology
 from relibra_jax.planning import time_search
 from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
 from relibra_jax.planning.node_placement import Prices, keep_residents, place_on_nodes, relative_prices
 from relibra_jax.planning.residents import residents_on_ranks
-from relibra_jax.types import EMPTY, Array, TokenSample, Topology, UnitTimes
+from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 MOVE_COST_INSIDE: Final = 4
 """The factor by which a move between ranks of a node costs more than a move between nodes. Replicas absorb the
@@ -62,7 +62,7 @@ def place_experts(
     source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     horizon: float = 1.0,
     refine: Int[Array, "L E"] | None = None,
 ) -> Placement:
@@ -145,7 +145,7 @@ def place_by_search(
     source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     horizon: float = 1.0,
     refine: Int[Array, "L E"] | None = None,
 ) -> Placement:

@@ -8,22 +8,22 @@ from typing import Any
 
 from jaxtyping import Float, Integer, PRNGKeyArray
 
+from relibra_jax.contract.types import (
+    Array,
+    Assignment,
+    BatchPlan,
+    Planner,
+    Price,
+    RoutingReplay,
+    Topology,
+    Transitions,
+    check_shape,
+)
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating
 from relibra_jax.planning.batch_counts import BatchCounts, check_counts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import (
-    Array,
-    Assignment,
-    BatchPlan,
-    Planner,
-    RoutingReplay,
-    Topology,
-    Transitions,
-    UnitTimes,
-    check_shape,
-)
 
 
 def plan_batch(
@@ -37,7 +37,7 @@ def plan_batch(
     assign: Assign | None = None,
     key: PRNGKeyArray | None = None,
     rounds: int = 4,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots.
@@ -48,7 +48,7 @@ def plan_batch(
     under jit.
 
     Args:
-        replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
+        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
         planner: any planner.
         state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
@@ -63,7 +63,7 @@ def plan_batch(
             many short rounds gain more than a few long ones. With three rounds instead of four, the modelled time of
             recorded loads is 0.2% to 0.5% longer.
         cost: the unit times of the cluster and the model, from
-            `relibra_jax.cost.cost_model.CostModel.unit_times`. With them the search minimises time, and the cheapest
+            `relibra_jax.cost.cost_model.CostModel.price`. With them the search minimises time, and the cheapest
             plan of all rounds is returned; it never costs more than to leave the experts where they are. Without them
             the search minimises imbalance. Residents are chosen by time in either case.
         warm_start: the homes and residents from which the search starts, taken from a plan for the samples that had
@@ -117,7 +117,7 @@ def plan_loads(
     assign: Assign | None = None,
     key: PRNGKeyArray | None = None,
     rounds: int = 4,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
     row_tokens: Float[Array, ""] | float | None = None,

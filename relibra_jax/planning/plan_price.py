@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.plan import resident_experts
 from relibra_jax.planning.batch_counts import BatchCounts
 from relibra_jax.planning.sample_crossings import crossings_by_node
-from relibra_jax.types import EMPTY, Array, BatchPlan, Topology, UnitTimes
 
 PRICED_LAYERS: Final = 12
 """The most layers that are priced, evenly spaced."""
@@ -27,7 +27,7 @@ def price_stages(
     stages: Sequence[BatchPlan],
     counts: BatchCounts,
     topology: Topology,
-    costs: Sequence[UnitTimes],
+    costs: Sequence[Price],
     *,
     previous_home: Int[Array, "L E"] | None,
 ) -> Float[jax.Array, ""]:
@@ -67,9 +67,9 @@ def price_stages(
 
 
 def estimate_visits(
-    counts: BatchCounts, batch_plan: BatchPlan, topology: Topology, cost: UnitTimes
+    counts: BatchCounts, batch_plan: BatchPlan, topology: Topology, cost: Price
 ) -> Float[jax.Array, "M L P N"]:
-    """Estimate the tokens that each rank sends to each node, as `relibra_jax.node_visits.node_visits` counts them.
+    """Estimate the tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits` counts them.
 
     Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
     quotas of a node with a resident leave it, and count where their token would not have gone anyway. Without sampled

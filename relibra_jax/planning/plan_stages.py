@@ -5,22 +5,22 @@ from typing import Any
 
 from jaxtyping import Float, Integer, PRNGKeyArray
 
-from relibra_jax.limits import check_integer
+from relibra_jax.contract.types import (
+    Array,
+    Assignment,
+    BatchPlan,
+    Planner,
+    Price,
+    RoutingReplay,
+    Topology,
+    Transitions,
+)
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating, shift_samples
 from relibra_jax.planning.batch_counts import BatchCounts, check_counts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import (
-    Array,
-    Assignment,
-    BatchPlan,
-    Planner,
-    RoutingReplay,
-    Topology,
-    Transitions,
-    UnitTimes,
-)
+from relibra_jax.support.limits import check_integer
 
 
 def plan_stages(
@@ -35,7 +35,7 @@ def plan_stages(
     assign: Assign | None = None,
     key: PRNGKeyArray | None = None,
     rounds: int = 4,
-    cost: Sequence[UnitTimes] | None = None,
+    cost: Sequence[Price] | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch, each with its own micro-batches, over homes and residents that all stages share.
@@ -51,7 +51,7 @@ def plan_stages(
     way, no more than a different seed does. Replicas and sample assignments are planned for each stage separately.
 
     Args:
-        replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
+        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
         planner: any planner.
         state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
@@ -68,7 +68,7 @@ def plan_stages(
         rounds: the number of rounds of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
         cost: the unit times of each stage, made with the same arguments as its
             `relibra_jax.cost.batch_time.batch_time`: for example from
-            `relibra_jax.cost.cost_model.CostModel.unit_times` with ``updates=0, recompute=True`` for a recompute, and
+            `relibra_jax.cost.cost_model.CostModel.price` with ``updates=0, recompute=True`` for a recompute, and
             with ``updates=1, recompute=False`` for an update. Moves are counted once, and
             residents are pushed in all updates together.
         warm_start: the homes and residents from which the search starts, as in
@@ -123,7 +123,7 @@ def plan_stage_loads(
     assign: Assign | None = None,
     key: PRNGKeyArray | None = None,
     rounds: int = 4,
-    cost: Sequence[UnitTimes] | None = None,
+    cost: Sequence[Price] | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
     row_tokens: Float[Array, ""] | float | None = None,
@@ -236,7 +236,7 @@ def stage_samples(num_samples: int, num_stages: int, samples: Sequence[range | N
     return stages
 
 
-def _check_cost(stages: int, cost: Sequence[UnitTimes] | None) -> None:
+def _check_cost(stages: int, cost: Sequence[Price] | None) -> None:
     if cost is None:
         return
     if len(cost) != stages:

@@ -1,12 +1,13 @@
 """The table of planners, `PLANNERS`, which the tests, the command line and the figures read.
 
-A planner is a pair of pure functions (see `relibra_jax.types.Planner`). To add one, write a function that returns a
-planner and add an entry to the table.
+A planner is a pair of pure functions (see `relibra_jax.contract.types.Planner`). To add one, write a function that
+returns a planner and add an entry to the table.
 """
 
 import dataclasses
 import functools
 
+from relibra_jax.contract.types import Planner
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.foremoe import foremoe
@@ -19,7 +20,6 @@ from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Planner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

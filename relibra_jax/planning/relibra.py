@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
-from relibra_jax.plan import contiguous_homes, expert_totals
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Price, TokenSample, Topology
 from relibra_jax.planning.extra_args import accepted_arguments
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
 
 type Place = Callable[..., Placement]
 """``(load[M L E], previous_home[L E], topology) -> Placement``. The function also receives those of ``key``,
@@ -74,7 +74,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         topology: Topology,
         *,
         tokens: TokenSample | None = None,
-        cost: UnitTimes | None = None,
+        cost: Price | None = None,
         refine: Int[Array, "L E"] | None = None,
     ) -> tuple[Plan, RelibraState]:
         check_load(load, topology)
@@ -93,7 +93,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         topology: Topology,
         *,
         tokens: TokenSample | None = None,
-        cost: UnitTimes | None = None,
+        cost: Price | None = None,
     ) -> Plan:
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         extra = {"source_load": by_node, "tokens": tokens, "cost": cost}

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
 from relibra_jax.planning.per_node import plan_per_node, plan_per_node_with_residents
 from relibra_jax.planning.residents import nodes_holding
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 
 def replicate_experts(

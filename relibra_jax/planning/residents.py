@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from relibra_jax.plan import inverse_permutation
+from relibra_jax.contract.plan import inverse_permutation
+from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
-from relibra_jax.types import EMPTY, Array, Topology
 
 COPY_VALUE: Final = 0.3
 """The value of a copy that stays in its node, relative to a token that no longer crosses. Such a copy may save its

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
+from relibra_jax.contract.types import EMPTY, Array, Price, Topology
 from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import EMPTY, Array, Topology, UnitTimes
 
 MOST_VISITS: Final = 1 << 22
 """The most visits counted at a time, over all groups of layers, if the number of tokens divides by a power of two."""
@@ -25,7 +25,7 @@ def crossings_by_node(
     *,
     routes: Routes | None = None,
     resident: Int[Array, "L N G resident_slots"] | None = None,
-    cost: UnitTimes | None = None,
+    cost: Price | None = None,
     groups: int = 1,
 ) -> Float[jax.Array, "B N N groups"]:
     """Count the tokens that each sample sends to other nodes, for each node that may hold it, over groups of layers.

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Topology
 from relibra_jax.planning.packing import lightest_pack
-from relibra_jax.types import EMPTY, Array, Assignment, Topology
+from relibra_jax.support.limits import check_integer
 
 
 def pack_samples(

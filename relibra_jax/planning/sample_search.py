@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
-from relibra_jax.types import Topology
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4

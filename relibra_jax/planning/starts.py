@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, Topology
 from relibra_jax.cost.step_time import attention_time
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
 
 MOST_TOKENS: Final = 1.05
 """The most tokens that packing by attention may give to a rank, as a multiple of packing by tokens."""
 
 
 def start_assignment(
-    lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, cost: UnitTimes | None
+    lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, cost: Price | None
 ) -> Assignment:
     """Assign samples by their lengths alone: as rows are laid out, and so that attention takes the least time.
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
-from relibra_jax.plan import inverse_permutation
+from relibra_jax.contract.plan import inverse_permutation
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
 from relibra_jax.planning.token_bits import TokenBits

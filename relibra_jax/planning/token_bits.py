@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, UInt32
 
-from relibra_jax.types import EMPTY, TokenSample, Topology
+from relibra_jax.contract.types import EMPTY, TokenSample, Topology
 
 WORDS: Final = 128
 """The number of words of a layer: 4,096 tokens, which estimate a layer's mean crossings to about 1%. It is larger if

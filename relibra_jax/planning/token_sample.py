@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
-from relibra_jax.types import EMPTY, Array, Assignment, RoutingReplay, TokenSample
+from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay, TokenSample
+from relibra_jax.support.limits import check_integer
 
 TOKENS: Final = 16_384
 """The default number of tokens that are sampled from a batch; 12 MB for 94 layers of top-8."""

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from relibra_jax.contract.types import EMPTY, Planner, RoutingReplay, Transitions
 from relibra_jax.planning.extra_args import accepts
-from relibra_jax.types import EMPTY, Planner, RoutingReplay, Transitions
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")

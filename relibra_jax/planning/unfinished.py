@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int, Integer
 
-from relibra_jax.types import EMPTY, Array, check_shape
+from relibra_jax.contract.types import EMPTY, Array, check_shape
 
 
 def fill_unfinished(

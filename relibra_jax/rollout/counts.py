@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from relibra_jax.contract.types import Array
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
-from relibra_jax.types import Array
 
 
 def sample_counts(

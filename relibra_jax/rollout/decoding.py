@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from relibra_jax.replay import IMPLAUSIBLE_BITS
+from relibra_jax.contract.replay import IMPLAUSIBLE_BITS
 from relibra_jax.rollout.expected import Expected
 from relibra_jax.rollout.payload import Recorded, integers, sequence
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relibra_jax.types import Array
+from relibra_jax.contract.types import Array
 
 
 class Expected(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from relibra_jax.replay import id_dtype
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
-from relibra_jax.types import Array, RoutingReplay
 
 
 def replay_from_rollout(

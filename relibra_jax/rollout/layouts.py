@@ -70,7 +70,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from relibra_jax.replay_files import read_arrays
+from relibra_jax.contract.replay_files import read_arrays
 from relibra_jax.rollout.decoding import Layout, array, grid, layers_first, per_sample
 from relibra_jax.rollout.engines import sglang, transformers, vllm_http
 from relibra_jax.rollout.expected import Expected

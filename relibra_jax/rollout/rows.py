@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from relibra_jax.replay import IMPLAUSIBLE_BITS, find_fault, locate, outside
+from relibra_jax.contract.replay import IMPLAUSIBLE_BITS, find_fault, locate, outside
+from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.rollout.expected import Expected
 from relibra_jax.rollout.layouts import LAYOUTS
 from relibra_jax.rollout.payload import ASK_FOR_START, Recorded
-from relibra_jax.types import EMPTY, Array
 
 LOGGER = logging.getLogger("relibra_jax")
 

@@ -8,9 +8,9 @@ tokens are correlated. They are drawn per domain, so that the shares of the doma
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer, check_memory, check_seed
+from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.support.limits import check_integer, check_memory, check_seed
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import RoutingReplay
 
 
 def bootstrap(trace: Trace, samples: int, *, seed: int) -> Trace:

@@ -24,10 +24,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.limits import check_integer, check_memory, check_seed
-from relibra_jax.replay import id_dtype
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.support.limits import check_integer, check_memory, check_seed
 from relibra_jax.traces.trace import Trace, make_trace
-from relibra_jax.types import RoutingReplay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from relibra_jax.limits import check_integer, check_memory, check_seed
-from relibra_jax.replay import id_dtype
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.support.limits import check_integer, check_memory, check_seed
 from relibra_jax.traces.trace import Trace, make_trace
-from relibra_jax.types import RoutingReplay
 
 STEPS_OF_A_HOTSPOT: Final = 3
 """The number of steps after which W6's hot block moves on."""

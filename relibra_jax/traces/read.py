@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from relibra_jax.limits import check_memory
-from relibra_jax.replay_files import load_replay, read_labels, stored_num_experts
-from relibra_jax.suggestions import suggest_names
+from relibra_jax.contract.replay_files import load_replay, read_labels, stored_num_experts
+from relibra_jax.support.limits import check_memory
+from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.calibrated import SYNTHETIC, Synthetic, draw_trace
 from relibra_jax.traces.imbalance_benchmark import WORKLOADS, imbalance_benchmark
 from relibra_jax.traces.trace import Trace, make_trace
@@ -39,9 +39,9 @@ def read_trace(name: str | Path | None) -> Trace:
     """Read a trace by its name or from a file.
 
     Args:
-        name: a name of `NAMED_TRACES`, or the path of a file that `relibra_jax.replay_files.load_replay` accepts. A
-            `Path` is always a path. None for the value of the environment variable RELIBRA_TRACE, or, if it is not set,
-            for the recorded trace that comes with the package.
+        name: a name of `NAMED_TRACES`, or the path of a file that `relibra_jax.contract.replay_files.load_replay`
+            accepts. A `Path` is always a path. None for the value of the environment variable RELIBRA_TRACE, or, if it
+            is not set, for the recorded trace that comes with the package.
 
     Returns:
         The trace. Its note says if the number of experts was inferred. Its domains are the strings ``category [B]`` of

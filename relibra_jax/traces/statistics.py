@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.planning.metrics import batch_imbalance
-from relibra_jax.replay import sample_load
-from relibra_jax.types import RoutingReplay
 
 HOT_SHARE: Final = 8
 """The inverse of the share of hot experts: an eighth of the experts of a layer, and at least one."""

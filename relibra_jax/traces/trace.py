@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from relibra_jax.types import RoutingReplay
+from relibra_jax.contract.types import RoutingReplay
 
 ONE_DOMAIN: Final = "all"
 """The domain of every sample of a trace without domains."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 
 def mixture(x, ids, gates, experts):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from relibra_jax.sharing.jobs import Job, Pool, Pools
+from experiments.multiplex.jobs import Job, Pool, Pools
 
 POOL = Pool(device_price=1.0, devices_per_node=1, host_bytes=100, max_nodes=4)
 POOLS = Pools(rollout=POOL, training=dataclasses.replace(POOL, device_price=3.0))

@@ -1,7 +1,7 @@
 """A helper that runs one layer from end to end: it prepares, fetches and computes."""
 
+from relibra_jax.contract.types import Plan
 from relibra_jax.execution import fetch_replicas, moe_layer, prepare_layer, push_residents
-from relibra_jax.types import Plan
 
 
 def run_layer(x, ids, gates, experts, plan, parallel):

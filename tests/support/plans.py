@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from relibra_jax.contract.types import EMPTY, Plan, Planner, RoutingReplay, Topology
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Plan, Planner, RoutingReplay, Topology
 
 
 def random_routing(
@@ -25,7 +25,7 @@ def random_routing(
     top_k: int,
     skew: float = 1.2,
 ) -> RoutingReplay:
-    """Make a replay that `relibra_jax.replay.check_replay` accepts; every layer has different popular experts.
+    """Make a replay that `relibra_jax.contract.replay.check_replay` accepts; every layer has different popular experts.
 
     Args:
         rng: the random generator.

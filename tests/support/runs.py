@@ -8,8 +8,8 @@ from experiments.rl.policy import TINY
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import teach
 from experiments.rl.tokens import BYTES
-from relibra_jax.capacity import Capacities, ExchangeSizes
-from relibra_jax.resident_push import PushSizes
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
 """The policy ``smallest`` of the fixture `smallest_policy`."""

@@ -1,7 +1,7 @@
 """Traces that tests of the command line read."""
 
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.replay_files import save_replay
+from relibra_jax.contract.replay_files import save_replay
 
 
 def save_small_trace(path):

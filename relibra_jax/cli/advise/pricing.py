@@ -14,12 +14,12 @@ from relibra_jax.cli.batching import Batches, make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs
 from relibra_jax.cli.planner_runs import run_contender
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.memory import rank_memory
-from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Topology
 
 STEP: Final = 4.0
 """The factor between successive micro-batch sizes that are tried."""
@@ -80,7 +80,7 @@ def price(
             setting.topology, replica_slots=strategy.replica_slots, resident_slots=strategy.resident_slots
         )
         across_nodes, seed = strategy.contender.entry.across_nodes, setting.batching.seed
-        cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).unit_times(topology)
+        cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).price(topology)
         planned, _ = run_contender(strategy.contender, batches, topology, cost=cost, seed=seed, timed_runs=0)
         times = [
             time_of_batch(each, topology, cost, visits=count_visits(each, topology, cost)) for each in planned

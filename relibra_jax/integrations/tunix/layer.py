@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.nnx import MoELayer
-from relibra_jax.types import EMPTY, Array
 
 
 class CallVariable(nnx.Variable):

@@ -14,6 +14,7 @@ from flax import nnx
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.grpo import grpo_learner
 
+from relibra_jax.contract.plan import rank_load
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.integrations.tunix.model import BalancedQwen3
@@ -22,7 +23,6 @@ from relibra_jax.integrations.tunix.routes import replay_of_rows
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, ranks_first
 from relibra_jax.integrations.tunix.settings import batch_sizes, check_sizes
 from relibra_jax.nnx import Balancer, PreparedBatch, get_homes
-from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.models.qwen3 import model as qwen3
 
+from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable, balanced_layer
 from relibra_jax.integrations.tunix.rows import layer_of
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
-from relibra_jax.types import EMPTY, Array
 
 ROUTES = "routed_experts"
 """The key of the recorded routing in the KV cache, an array ``[B, cache, L, K]`` with EMPTY where there is no token."""

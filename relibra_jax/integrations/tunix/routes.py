@@ -3,8 +3,8 @@
 import numpy as np
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.rollout import replay_from_rollout
-from relibra_jax.types import RoutingReplay
 
 
 def replay_of_rows(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.packing import add_copies, lightest_pack
 from relibra_jax.planning.per_node import plan_per_node
-from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 SWEEPS = 16
 """The number of times that `split_tokens` goes over the replicas. On 800 domains the result is 0.01% above the linear

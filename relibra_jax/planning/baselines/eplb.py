@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import inverse_permutation
+from relibra_jax.contract.plan import inverse_permutation
+from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Planner, Topology
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Planner, Topology
 
 
 def rebalance_experts(

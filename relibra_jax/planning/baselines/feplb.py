@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
-from relibra_jax.plan import expert_totals
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import expert_totals
+from relibra_jax.contract.types import Plan, Planner, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.baselines.whole_moves import all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import Plan, Planner, Topology
+from relibra_jax.support.limits import check_integer
 
 
 def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:

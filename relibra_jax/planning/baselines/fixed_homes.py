@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import jax
 
-from relibra_jax.plan import contiguous_homes, expert_totals
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import Planner, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Planner, Topology
 
 type Replicate = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 """``(load[P H], replica_slots) -> (replica[P R], quota[P S])`` in one domain, with R of at least 1; see

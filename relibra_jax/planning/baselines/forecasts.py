@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import expert_totals
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import expert_totals
+from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Topology, Transitions
 from relibra_jax.planning.extra_args import accepted_arguments, accepts
-from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, Transitions
 
 SCOPES: Final = ("batch", "micro_batch")
 """How often a planner may choose replicas."""

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.limits import check_not_negative
-from relibra_jax.plan import contiguous_homes, expert_totals, inverse_permutation
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import contiguous_homes, expert_totals, inverse_permutation
+from relibra_jax.contract.types import EMPTY, Plan, Planner, Topology
 from relibra_jax.planning.baselines.kept_homes import sum_of_maxima
 from relibra_jax.planning.baselines.whole_moves import Spread, all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Plan, Planner, Topology
+from relibra_jax.support.limits import check_not_negative
 
 OVERSHOOT: Final = 1.5
 """The largest load of an expert that may move in a micro-batch, as a multiple of its rank's excess over the mean; the

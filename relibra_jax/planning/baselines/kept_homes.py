@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import contiguous_homes, home_layout
+from relibra_jax.contract.plan import contiguous_homes, home_layout
+from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.planning.baselines.eplb import pack_homes
-from relibra_jax.types import EMPTY, Array, Topology
 
 
 class KeptHomes(NamedTuple):

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.limits import check_integer
-from relibra_jax.plan import assemble_plan, expert_totals, home_layout
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import assemble_plan, expert_totals, home_layout
+from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Price, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.per_node import merge_copies
-from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, UnitTimes
+from relibra_jax.support.limits import check_integer
 
-DEFAULT_COST: Final = UnitTimes(
+DEFAULT_COST: Final = Price(
     token=0.0, copy=4 * 1.484e-6, crossing=4 * 8192 / 88.95e9, spread=4 * 8192 / 216.27e9, move=0.0, push=0.0
 )
 """The source's defaults, measured on models of width 4096 in bfloat16: 1.484 us to compute a token copy in one of four
@@ -77,7 +77,7 @@ def laer(*, perturbations: int = 32) -> Planner:
     check_integer("perturbations", perturbations, least=0)
 
     def update(
-        load, state: KeptHomes, topology: Topology, *, cost: UnitTimes | None = None
+        load, state: KeptHomes, topology: Topology, *, cost: Price | None = None
     ) -> tuple[Plan, KeptHomes]:
         check_load(load, topology)
         home = kept_homes(expert_totals(load), state, topology)
@@ -154,7 +154,7 @@ class _Layout(NamedTuple):
 
 
 def _best_layout(
-    load: Int[jax.Array, "P E"], *, cost: UnitTimes, topology: Topology, perturbations: int
+    load: Int[jax.Array, "P E"], *, cost: Price, topology: Topology, perturbations: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Choose the layout of least time; experts are numbered by home slot, ``load`` by the rank of the tokens."""
     lay_out = functools.partial(_lay_out, load, cost=cost, topology=topology)
@@ -190,7 +190,7 @@ def _candidates(load: Int[jax.Array, " E"], topology: Topology, perturbations: i
 
 
 def _lay_out(
-    load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, cost: UnitTimes, topology: Topology
+    load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, cost: Price, topology: Topology
 ) -> _Layout:
     replica, holds = _place(load.sum(0, dtype=jnp.int32), count, topology)
     tokens = _route(load, holds, topology)

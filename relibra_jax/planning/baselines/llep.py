@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.contract.types import EMPTY, Planner
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.planning.baselines.spill import spill
-from relibra_jax.types import EMPTY, Planner
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 
 def llep(
@@ -57,7 +57,7 @@ def llep(
         ValueError: if ``capacity`` is below 1, if ``fallback`` is negative, or if ``min_tokens`` is not an integer of
             at least 1.
 
-    >>> from relibra_jax.types import Topology
+    >>> from relibra_jax.contract.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> planner = llep(min_tokens=1)

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Topology
 from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.baselines.graphs import graph_edges
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology
 
 STEPS = 14
 """Interior-point steps, after which the largest rank load is within 0.1% of the optimum (tests/test_lplb.py)."""

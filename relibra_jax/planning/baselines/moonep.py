@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.contract.types import EMPTY, Planner
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
-from relibra_jax.types import EMPTY, Planner
 
 
 def moonep(*, packed: bool = False, across_nodes: bool = False) -> Planner:
@@ -44,7 +44,7 @@ def moonep(*, packed: bool = False, across_nodes: bool = False) -> Planner:
     Returns:
         A Planner whose state is a KeptHomes.
 
-    >>> from relibra_jax.types import Topology
+    >>> from relibra_jax.contract.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> planner = moonep()

@@ -15,11 +15,11 @@ Homes do not move: they are contiguous, or packed once.
 
 import functools
 
-from relibra_jax.plan import contiguous_homes
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import Array, Plan, Planner, Topology
 from relibra_jax.planning.baselines.eplb import copy_evenly, pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.per_node import plan_per_node
-from relibra_jax.types import Array, Plan, Planner, Topology
 
 
 def popfetcher(*, packed: bool = False) -> Planner:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 
 class Spilled(NamedTuple):

@@ -1,9 +1,9 @@
 """Megatron-LM's contiguous placement, the reference for all other planners."""
 
-from relibra_jax.plan import contiguous_homes, expert_totals
-from relibra_jax.plan_check import check_load
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import Planner, Topology
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Planner, Topology
 
 
 def static() -> Planner:

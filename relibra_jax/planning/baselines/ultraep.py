@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.contract.types import Planner
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.planning.baselines.spill import initial_spill, spill
-from relibra_jax.types import Planner
+from relibra_jax.support.limits import check_integer, check_not_negative
 
 QUICK_TRIES = 3
 """The number of thresholds that UltraEP tries before it searches."""
@@ -57,7 +57,7 @@ def ultraep(
     Raises:
         ValueError: if ``tolerance`` is negative, or if ``min_tokens`` is not an integer of at least 1.
 
-    >>> from relibra_jax.types import Topology
+    >>> from relibra_jax.contract.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> planner = ultraep(tolerance=0.0)

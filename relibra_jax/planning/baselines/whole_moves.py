@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from relibra_jax.types import EMPTY
+from relibra_jax.contract.types import EMPTY
 
 _MAX = np.int32(np.iinfo(np.int32).max)
 

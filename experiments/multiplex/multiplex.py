@@ -1,0 +1,68 @@
+"""Admission of jobs to co-execution groups, each where it adds the least to the price (RollMux, arXiv 2512.11306)."""
+
+from collections.abc import Sequence
+
+from experiments.multiplex.groups import Group, smallest_group
+from experiments.multiplex.jobs import Job, Pools, check_jobs
+
+
+def multiplex(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
+    """Form groups of jobs that share pools, so that every job keeps its objective.
+
+    Jobs arrive one after the other, and stay in their group. A new job joins an existing group, joins a group that gets
+    more rollout nodes for it, or forms its own group, whichever adds the least to the price per hour. Among equal
+    prices it joins the oldest group. A group can admit the job if the period with conservative durations keeps every
+    member's objective, and the states of all members together fit the host memory.
+
+    Args:
+        jobs: the jobs, in the order in which they arrive.
+        pools: the rollout pool and the training pool.
+
+    Returns:
+        The groups, in the order in which they were formed. In a group, jobs alternate in the order of their arrival.
+
+    Raises:
+        ValueError: under the conditions of `check_jobs`.
+
+    >>> from experiments.multiplex.jobs import Pool
+    >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
+    >>> def job(name, rollout, training):
+    ...     seconds = {"rollout_seconds": rollout, "training_seconds": training}
+    ...     return Job(name=name, **seconds, rollout_nodes=1, training_nodes=1, slo=1.1)
+    >>> groups = multiplex(
+    ...     [job("a", 60.0, 40.0), job("b", 90.0, 10.0), job("c", 40.0, 60.0)], Pools(rollout=pool, training=pool)
+    ... )
+    >>> [("".join(job.name for job in group.jobs), group.period) for group in groups]
+    [('ac', 100.0), ('b', 100.0)]
+    """
+    check_jobs(jobs, pools)
+    groups: list[Group] = []
+    for job in jobs:
+        new_group = Group((job,), job.rollout_nodes)
+        options = [(new_group.price(pools), len(groups), new_group)]
+        for place, group in enumerate(groups):
+            larger_group = smallest_group((*group.jobs, job), pools)
+            if larger_group is not None:
+                options.append((larger_group.price(pools) - group.price(pools), place, larger_group))
+        _, place, best = min(options, key=lambda option: option[:2])
+        groups[place : place + 1] = [best]
+    return tuple(groups)
+
+
+def largest_first(jobs: Sequence[Job]) -> list[Job]:
+    """Sort jobs into an order of admission that makes groups cheaper, if all jobs are known in advance.
+
+    Jobs that need the most training nodes come first, because the training pool of a group is as large as its largest
+    job needs. Among equal jobs, those that allow the shortest step come first.
+
+    Args:
+        jobs: the jobs in any order.
+
+    >>> def job(name, nodes, slo):
+    ...     return Job(
+    ...         name=name, rollout_seconds=60.0, training_seconds=40.0, rollout_nodes=1, training_nodes=nodes, slo=slo
+    ...     )
+    >>> "".join(job.name for job in largest_first([job("a", 1, 1.0), job("b", 2, 2.0), job("c", 2, 1.5)]))
+    'cba'
+    """
+    return sorted(jobs, key=lambda job: (-job.training_nodes, job.allowed_seconds))

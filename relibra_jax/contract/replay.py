@@ -1,0 +1,208 @@
+"""The load of a routing replay, and the check of its values.
+
+In reinforcement learning the rollout engine has routed every token before training starts, so the load of each
+expert is counted, not predicted (ReLibra; rollout routing replay, arXiv:2510.11370). The count is a histogram of
+the expert ids of real tokens. `check_replay` checks the values once, on the host; all later code relies on that.
+"""
+
+import math
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.contract.types import Array, Assignment, RoutingReplay
+from relibra_jax.support.limits import check_integer
+
+IMPLAUSIBLE_BITS: Final = 30
+"""Negative log2 of the probability below which zeros count as a gap in the recording. With top-1 routing a row of zeros
+is legal; it is rejected if uniform routing would produce it less often than once in 2**30."""
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """Return the smallest dtype for expert ids: uint8 up to 256 experts, uint16 up to 65536, else int32.
+
+    Args:
+        num_experts: E, the number of logical experts of a layer.
+
+    Raises:
+        ValueError: if ``num_experts`` is not an integer from 1 to the maximum of int32.
+
+    >>> id_dtype(256), id_dtype(257)
+    (dtype('uint8'), dtype('uint16'))
+    """
+    check_integer("num_experts", num_experts, least=1)
+    return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.int32)
+
+
+def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E"]:
+    """Count the token copies that every sample sends to every expert.
+
+    Works under jit.
+
+    Args:
+        replay: a replay that `check_replay` accepts. Ids outside ``0..E-1`` are not counted.
+        num_experts: E, the number of logical experts of a layer.
+
+    Returns:
+        The load, int32, in token copies. Its sum over E is the number of real tokens of the sample times K.
+
+    >>> replay = RoutingReplay(np.array([[[[0, 2]], [[1, 2]]]]), np.array([[True, True]]))
+    >>> sample_load(replay, num_experts=4).tolist()
+    [[[1, 1, 2, 0]]]
+    """
+
+    def count(ids: Int[Array, "T K"], mask: Array) -> Int[Array, "E"]:
+        ids = jnp.where(mask[:, None], ids, num_experts)
+        return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop", wrap_negative_indices=False)
+
+    layers = jax.vmap(count, in_axes=(1, None))
+    return jax.vmap(layers)(jnp.asarray(replay.expert_ids, jnp.int32), jnp.asarray(replay.mask))
+
+
+def expert_load(
+    replay: RoutingReplay, assignment: Assignment, *, num_experts: int
+) -> Int[Array, "M L N G E"]:
+    """Count the token copies that every rank sends to every expert in every micro-batch.
+
+    Works under jit. Planners take this load. Its axes N and G are the rank that holds a token before dispatch.
+
+    Args:
+        replay: a replay that `check_replay` accepts.
+        assignment: the samples of each rank in each micro-batch.
+        num_experts: E, the number of logical experts of a layer.
+
+    Returns:
+        The load, int32, in token copies. If every sample is assigned once, the sum of each layer is the number of real
+        tokens of the batch times K.
+
+    >>> replay = RoutingReplay(np.array([[[[0]]], [[[2]]]]), np.array([[True], [True]]))
+    >>> expert_load(replay, Assignment(np.array([[[[1, 0], [-1, -1]]]])), num_experts=3).tolist()
+    [[[[[1, 0, 1], [0, 0, 0]]]]]
+    """
+    return assigned_load(sample_load(replay, num_experts=num_experts), assignment)
+
+
+@jax.jit
+def assigned_load(sample_load: Int[Array, "B L E"], assignment: Assignment) -> Int[Array, "M L N G E"]:
+    """Sum the loads of the samples that every rank holds in every micro-batch.
+
+    The result is that of `expert_load`, for a caller that already has the load of each sample. It takes no more memory
+    than its argument and its result, however many samples a rank may hold.
+
+    Args:
+        sample_load: the token copies of each sample, as `sample_load` returns them.
+        assignment: the samples of each rank in each micro-batch. EMPTY and indices outside of B add nothing.
+
+    Returns:
+        The load, int32, in token copies.
+    """
+    loads = jnp.asarray(sample_load, jnp.int32)
+    samples, layers, experts = loads.shape
+    micro_batches, nodes, local, room = assignment.sample.shape
+    ranks = nodes * local
+    sample = jnp.asarray(assignment.sample, jnp.int32).ravel()
+    assigned = (sample >= 0) & (sample < samples)
+    order = jnp.argsort(~assigned, stable=True)
+
+    # On a CPU, adding one sample at a time is as fast as a gather with a sum over b, and it stores only the sums.
+    def add(number, load):
+        position = order[number]
+        micro_batch, rank = jnp.divmod(position // room, ranks)
+        return load.at[micro_batch, :, rank].add(loads[sample[position]])
+
+    zeros = jnp.zeros((micro_batches, layers, ranks, experts), jnp.int32)
+    load = jax.lax.fori_loop(0, assigned.sum(), add, zeros)
+    return load.reshape(micro_batches, layers, nodes, local, experts)
+
+
+def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
+    """Raise ValueError unless a replay is valid. Runs on the host; all other code relies on this check.
+
+    Args:
+        replay: the replay to check. The ids of padding tokens are not read.
+        num_experts: E, the number of logical experts of a layer.
+
+    Raises:
+        ValueError: if the axes disagree with each other or with ``num_experts``, if the dtype cannot hold every id, or
+            if the route of a real token is not K different experts in ``0..E-1``; the message names the sample, the
+            token and the layer. A layer or a token that has only zeros is rejected as well: an unmerged pipeline
+            stage and a prefix-cached token look like that. With K = 1 zeros are a legal route, and are rejected only
+            if chance does not explain them (`IMPLAUSIBLE_BITS`).
+
+    >>> check_replay(RoutingReplay(np.array([[[[3, 3]]]]), np.array([[True]])), num_experts=4)
+    Traceback (most recent call last):
+    ValueError: sample 0, token 0, layer 0: expert 3 appears twice in [3, 3]
+    """
+    ids, mask = np.asarray(replay.expert_ids), np.asarray(replay.mask)
+    if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"expert_ids must be integers [B, T, L, K], not {ids.dtype}{list(ids.shape)}")
+    if mask.dtype != np.bool_ or mask.shape != ids.shape[:2]:
+        raise ValueError(
+            f"mask must be bool{list(ids.shape[:2])} like expert_ids, not {mask.dtype}{list(mask.shape)}"
+        )
+    if min(ids.shape[2:]) < 1 or ids.shape[3] > num_experts:
+        raise ValueError(
+            f"expert_ids has {ids.shape[2]} layers of top-{ids.shape[3]}, but needs at least 1 layer and a"
+            f" top-k from 1 to num_experts={num_experts}"
+        )
+    if np.iinfo(ids.dtype).max < num_experts - 1:
+        raise ValueError(f"expert_ids of {ids.dtype} cannot hold the ids of num_experts={num_experts}")
+    if fault := find_fault(ids[mask], num_experts=num_experts):
+        row, layer, problem = fault
+        sample, token = locate(mask, row)
+        raise ValueError(f"sample {sample}, token {token}, layer {layer}: {problem}")
+
+
+def locate(mask: np.ndarray, row: int) -> tuple[int, int]:
+    """Return the sample and the token position of the ``row``-th real token of a mask ``[B, T]``.
+
+    >>> locate(np.array([[False, True], [True, True]]), 1)
+    (1, 0)
+    """
+    sample, token = np.unravel_index(np.flatnonzero(mask)[row], mask.shape)
+    return int(sample), int(token)
+
+
+def find_fault(rows: np.ndarray, *, num_experts: int) -> tuple[int, int, str] | None:
+    """Find the first route that is not K different experts.
+
+    Args:
+        rows: ``[tokens, L, K]`` integers, the routes of real tokens.
+        num_experts: E, the number of logical experts of a layer.
+
+    Returns:
+        The index of the token, the layer, and a description of the fault; None if all routes are valid.
+
+    >>> find_fault(np.array([[[0, 1]], [[2, 4]]]), num_experts=4)
+    (1, 0, 'expert id 4 is outside 0..3 (a physical slot of a balanced engine?)')
+    """
+    if not rows.size:
+        return None
+    if rows.min() < 0 or rows.max() >= num_experts:
+        row, layer, k = np.argwhere((rows < 0) | (rows >= num_experts))[0].tolist()
+        return row, layer, outside(int(rows[row, layer, k]), num_experts)
+    tokens, layers, top_k = rows.shape
+    zero = ~rows.any(axis=-1)
+    if top_k > 1 or tokens * math.log2(num_experts) > IMPLAUSIBLE_BITS:
+        for layer in np.flatnonzero(zero.all(axis=0)).tolist():
+            return 0, layer, "only zeros for every token (an unmerged pipeline stage, or a dense layer?)"
+    if top_k > 1 or layers * math.log2(num_experts) > IMPLAUSIBLE_BITS:
+        for row in np.flatnonzero(zero.all(axis=1)).tolist():
+            return row, 0, "only zeros in every layer (a prefix-cached or padding token?)"
+    repeats = np.zeros((tokens, layers), bool)
+    for k in range(top_k):
+        for earlier in range(k):
+            repeats |= rows[..., k] == rows[..., earlier]
+    for row, layer in np.argwhere(repeats).tolist():
+        ids = rows[row, layer].tolist()
+        return row, layer, f"expert {max(ids, key=ids.count)} appears twice in {ids}"
+    return None
+
+
+def outside(expert: int, num_experts: int) -> str:
+    """Describe an expert id that is out of range, for an error message, with its most likely cause."""
+    hint = " (a physical slot of a balanced engine?)" if expert >= num_experts else ""
+    return f"expert id {expert} is outside 0..{num_experts - 1}{hint}"
