@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.program import run_program
 from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.compare import Compare, compare_contenders
-from relibra_jax.cli.parsing import run_program
 
 PROGRAM = "python -m experiments.ablation"
 

@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.program import run_program
 from experiments.rl.algorithms import ALGORITHMS, Critic
 from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN
@@ -26,7 +27,6 @@ from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.support.atomic_write import write_json
 
 COMPARED: Final = {"grpo": (SERIES[0], "o"), "ppo": (SERIES[2], "s"), "tppo": (SERIES[1], "^")}

@@ -22,13 +22,13 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly
 from experiments.rl.step_clock import PLANNING
 from experiments.rl.tasks import TASKS, Example, Task, exact
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 JUDGE = "import sys; sys.exit(sys.argv[1].strip() != sys.argv[2])"

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.interleaving import interleaved
+from experiments.program import run_program
 from pallas_kernels import grouped_dot, grouped_mlp
-from relibra_jax.cli.parsing import run_program
 
 console = Console()
 ROWS, HOMES, REPLICAS, D, F = 32_768, 48, 16, 256, 512

@@ -31,8 +31,7 @@ from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.interleaving import interleaved
-from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.parsing import run_program
+from experiments.program import TraceName, run_program
 from relibra_jax.contract.plan import home_layout
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution import (

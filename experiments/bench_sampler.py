@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.interleaving import interleaved
+from experiments.program import run_program
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import generate
 from experiments.rl.policy import TINY
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.models import make_model

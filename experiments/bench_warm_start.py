@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.parsing import run_program
+from experiments.program import run_program
 from relibra_jax.contract.plan import rank_load, resident_experts
 from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import EMPTY, RoutingReplay, Topology

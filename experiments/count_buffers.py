@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.contenders import contenders
-from relibra_jax.cli.options import Ranks, TraceName
-from relibra_jax.cli.parsing import run_program
+from experiments.program import TraceName, run_program
+from relibra_jax.evaluation import Ranks
 from relibra_jax.routing.sizes import worst_case_capacities
 from relibra_jax.traces.read import read_trace
 

@@ -26,6 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.generation import Responses
@@ -34,7 +35,6 @@ from experiments.rl.stages import Stages, prepare_stages, recompute_planned
 from experiments.rl.step import Clip
 from experiments.rl.train import keep_compiled, run_train
 from experiments.rl.trainer import EVALUATION, Trainer
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Plan
 from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks

@@ -21,17 +21,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.program import TraceName, run_program
 from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.palette import INK, planner_style
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.support.limits import check_integer, check_not_negative

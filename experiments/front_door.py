@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.claims.command import some_layers
+from experiments.program import TraceName, run_program
 from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology

@@ -19,8 +19,8 @@ from experiments.rl.configs import Train
 from experiments.rl.named_runs import CONFIGS, SUMMARIES
 from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
-from relibra_jax.cli.bad_input import exit_status
-from relibra_jax.cli.parsing import parse_options
+from relibra_jax.support.bad_input import exit_status
+from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.suggestions import suggest_names
 
 console = Console()

@@ -28,10 +28,9 @@ from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.interleaving import interleaved
+from experiments.program import TraceName, run_program
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
-from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.contract.types import Topology
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.traces.read import read_trace

@@ -12,8 +12,8 @@ import pytest
 
 from experiments.beyond_balance.__main__ import BeyondBalance, draw_samples, main
 from experiments.beyond_balance.measures import count_crossings, micro_batches_to_pay
+from experiments.program import run_program
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.contract.replay_files import save_replay
 from relibra_jax.contract.types import Topology
 

@@ -16,9 +16,9 @@ from experiments.claims.rivals import best_rival, best_rows
 from experiments.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
 from experiments.claims.settings import SYNTHETIC, full_studies, quick_studies
 from relibra_jax.cli.main import main
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Topology
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.traces.read import read_trace
 

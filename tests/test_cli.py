@@ -17,13 +17,13 @@ from relibra_jax.cli.batch_prices import count_crossings, count_visits
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan_files import load_plan
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import EMPTY, Planner
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import forecast_error

@@ -21,11 +21,12 @@ from experiments import (
 )
 from experiments.ablation import main as run_ablation
 from experiments.bench_two_processes import __main__ as bench_two_processes
+from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
-from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.cli.main import main
-from relibra_jax.cli.parsing import one_line, parse_options, run_program
+from relibra_jax.support.bad_input import exit_status
+from relibra_jax.support.parsing import one_line, parse_options
 
 GIB = 2**30
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1"]

@@ -13,12 +13,12 @@ from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.figures import PARTS, compare_figure
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.palette import planner_style
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cli.timeline import layer_timeline, timeline_figure
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.planners import PLANNERS
 
 OUTSIDE = "my_module:my_planner"

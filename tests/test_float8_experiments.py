@@ -7,15 +7,15 @@ import pytest
 from support.plans import planned
 
 from experiments import float8_error, float8_time
+from experiments.program import run_program
 from experiments.rl.step import Clip
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BatchPlan, Topology
+from relibra_jax.evaluation import Batching, Costs
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.routing.hot_ranks import HotRanks
 

@@ -16,6 +16,7 @@ LEVELS = [
     {"relibra_jax.cost"},
     {"relibra_jax.planning", "relibra_jax.execution"},
     {"relibra_jax.traces"},
+    {"relibra_jax.evaluation"},
     {"relibra_jax.nnx"},
     {"relibra_jax.models", "relibra_jax.integrations"},
     {"relibra_jax.cli"},

@@ -10,10 +10,10 @@ import pytest
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import main
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan import rank_load
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.read import read_trace
 

@@ -6,10 +6,10 @@ from test_planners import LAYERS, LOADS, MICRO_BATCHES, TOPOLOGIES, make_load
 
 from relibra_jax.cli.batching import Batches, make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outcomes import compare
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import make_trace

@@ -16,7 +16,7 @@ from experiments.rl.rollout import Rollout
 from experiments.rl.stages import OldPolicy, start_critic
 from experiments.rl.step import Clip, CriticBatch, TrainingBatch, update
 from experiments.rl.trainer import Trainer
-from relibra_jax.cli.options import Ranks
+from relibra_jax.evaluation import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("smallest_policy")]
 SAMPLES, TOKENS, PROMPT = 8, 21, 4

@@ -29,9 +29,9 @@ from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.run import main
 from relibra_jax import Topology, eplb, static
-from relibra_jax.cli.options import Ranks
 from relibra_jax.contract.plan import replica_experts
 from relibra_jax.contract.types import EMPTY, layer_plans
+from relibra_jax.evaluation import Ranks
 from relibra_jax.execution import ExpertParallel
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import Balancer, MoELayer, expert_mesh

@@ -30,10 +30,10 @@ from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
-from relibra_jax.cli.options import Ranks
 from relibra_jax.contract.plan import replica_experts, resident_experts
 from relibra_jax.contract.replay_files import load_replay
 from relibra_jax.contract.types import EMPTY, RoutingReplay
+from relibra_jax.evaluation import Ranks
 from relibra_jax.nnx import check_executed, get_homes
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")

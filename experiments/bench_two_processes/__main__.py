@@ -34,9 +34,8 @@ from rich.console import Console
 
 from experiments.bench_two_processes.report import make_report, make_tables
 from experiments.bench_two_processes.runs import Line, Settings, run_path
+from experiments.program import TraceName, run_program
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.traces.read import read_trace
 

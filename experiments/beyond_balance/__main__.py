@@ -29,10 +29,9 @@ from rich.table import Table
 from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
 from experiments.claims.command import some_layers
+from experiments.program import TraceName, run_program
 from relibra_jax.cli.batch_prices import with_fetch_of
 from relibra_jax.cli.modelled_time import find_model
-from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.parsing import run_program
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay, Topology

@@ -7,11 +7,11 @@ from typing import Any
 from experiments.claims.rows import contenders
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outcomes import compare
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.memory import rank_memory
 from relibra_jax.cost.models import MODELS, Model
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.traces.trace import Trace
 
 

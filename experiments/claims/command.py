@@ -19,8 +19,8 @@ from experiments.claims.own_loads import run_own_loads
 from experiments.claims.report import SWEEPS, write_report
 from experiments.claims.results import Results
 from experiments.claims.settings import PAPER_RANKS, Study, full_studies, quick_studies
+from experiments.program import TraceName
 from relibra_jax.cli.modelled_time import find_model
-from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar
 from relibra_jax.support.atomic_write import write_atomically, write_json
 from relibra_jax.support.limits import check_integer

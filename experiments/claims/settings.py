@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from experiments.claims.cells import Cell
 from experiments.claims.rows import HEADLINE, MORE_PLANNERS, PARTS, WITH_ALL
-from relibra_jax.cli.options import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, Ranks
 
 PAPER_MODELS: Final = ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")
 PAPER_RANKS: Final = ((2, 8), (4, 8))

@@ -17,8 +17,8 @@ from rich.table import Table
 from experiments.deploy.deployments import MEMORY_SHARE, Clusters, Grid, check_search
 from experiments.deploy.figure import draw_deployment
 from experiments.deploy.rows import InFlight, Row, Terms, make_rows, over_micro_batches
+from experiments.program import TraceName
 from relibra_jax.cli.modelled_time import find_cluster, find_model
-from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import RoutingReplay

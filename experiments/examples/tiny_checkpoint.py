@@ -19,11 +19,11 @@ from tyro.conf import Positional
 
 from experiments.rl.policy import TINY
 from relibra_jax import Topology
-from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.models import make_model, save_pretrained
 from relibra_jax.models.hf_architectures import ARCHITECTURES
 from relibra_jax.models.hf_config import config_fields, model_config
 from relibra_jax.nnx import expert_mesh
+from relibra_jax.support.bad_input import exit_status
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT = (

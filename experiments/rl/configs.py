@@ -16,8 +16,8 @@ from experiments.rl.generation import check_sampling
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.step import Clip
-from relibra_jax.cli.options import Ranks
 from relibra_jax.contract.types import Topology
+from relibra_jax.evaluation import Ranks
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.planning.alternation import Assign

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from experiments.rl.metrics import scalars_of
-from relibra_jax.cli.outside import import_outside
 from relibra_jax.support.atomic_write import write_atomically
+from relibra_jax.support.outside import import_outside
 
 
 @runtime_checkable

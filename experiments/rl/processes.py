@@ -33,9 +33,9 @@ from rich.console import Console
 
 from experiments.rl.launchers import Launch, find_launch
 from experiments.rl.peers import Door, Peers, enter
-from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.execution import check_same_plan
 from relibra_jax.execution.plan_agreement import processes_where
+from relibra_jax.support.bad_input import exit_status
 
 ARRIVE_SECONDS: Final = 45
 """The time that processes wait for each other at the start."""

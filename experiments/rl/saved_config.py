@@ -10,7 +10,7 @@ from experiments.rl.configs import Train
 from experiments.rl.dapo import Dapo
 from experiments.rl.planner_settings import Reorder, Replicate
 from experiments.rl.step import Clip
-from relibra_jax.cli.options import Ranks
+from relibra_jax.evaluation import Ranks
 
 
 def saved_config(folder: Path) -> Train:

@@ -15,13 +15,14 @@ from relibra_jax.cli.comparison_columns import balanced_cells, explain_columns, 
 from relibra_jax.cli.comparison_page import check_page, command_line, write_page
 from relibra_jax.cli.figures import compare_figure
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender, is_reconstruction
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.suggestions import suggest_names

@@ -114,7 +114,7 @@ def command_line(program: str, options: Any) -> str:
         program: the command, for example ``relibra compare``.
         options: a dataclass of options, as tyro reads it; its ``trace`` is positional.
 
-    >>> from relibra_jax.cli.options import Costs
+    >>> from relibra_jax.evaluation import Costs
     >>> command_line("relibra compare", Costs(updates=2, recompute=True))
     'relibra compare --updates 2 --recompute'
     """

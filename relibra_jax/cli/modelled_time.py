@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.options import Costs
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.memory import check_rank_memory
 from relibra_jax.cost.models import MODELS, Model
+from relibra_jax.evaluation import Costs
 from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
 from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.trace import Trace

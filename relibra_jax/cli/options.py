@@ -1,11 +1,8 @@
-"""Options that several commands share, as frozen dataclasses that tyro reads."""
+"""The trace argument that all commands share."""
 
-import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
-
-from relibra_jax.contract.types import Topology
 
 TraceName = Annotated[
     str | None,
@@ -17,102 +14,3 @@ TraceName = Annotated[
 ]
 """The trace argument of a command: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
 
-
-def _default(meaning: str) -> object:
-    """Return a marker that makes the help page describe a default of None in words."""
-    return tyro.conf.arg(help_behavior_hint=f"(default: {meaning})")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks of one expert-parallel group."""
-
-    nodes: int = 2
-    """The number of nodes, N."""
-    ranks_per_node: int = 4
-    """The number of ranks on each node, G."""
-    replica_slots: int = 2
-    """The number of replica slots on each rank, R."""
-    resident_slots: int = 0
-    """The number of resident slots on each rank, B. Planners that do not support residents leave them empty."""
-
-    def topology(self, num_experts: int) -> Topology:
-        """Make the topology of a model on these ranks.
-
-        Args:
-            num_experts: the number of logical experts of a layer.
-
-        Raises:
-            ValueError: if the experts do not divide over the ranks, a number is out of its range, or a rank has more
-                replica or resident slots than there are experts.
-        """
-        # A Plan may have more slots than experts. On the command line that is a mistake, and planning would need memory
-        # that grows with the square of the slots.
-        for name, slots in (("replica_slots", self.replica_slots), ("resident_slots", self.resident_slots)):
-            if slots > num_experts:
-                raise ValueError(
-                    f"{name}={slots} must be at most num_experts={num_experts}: a rank holds no expert twice"
-                )
-        return Topology(
-            num_nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
-            num_experts=num_experts,
-            replica_slots=self.replica_slots,
-            resident_slots=self.resident_slots,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How the samples of a trace are divided into batches and micro-batches.
-
-    Samples are packed over the ranks and micro-batches of a batch by their lengths, in the same way for every planner
-    that does not assign them itself. If there are two or more batches, the first is planned but not counted in the
-    results, so that planners that need a history have one.
-    """
-
-    batch_size: Annotated[int | None, _default("half the trace")] = None
-    """The number of samples in a batch."""
-    bootstrap: Annotated[int | None, _default("cut the trace into batches, each sample used once")] = None
-    """The number of batches to draw from the trace with replacement; needs --batch-size, which may exceed the trace.
-    Whole samples are drawn, from each domain in proportion to its size."""
-    micro_batches: Annotated[int | None, _default("about four samples per rank and micro-batch")] = None
-    """The number of micro-batches in a batch."""
-    token_budget: Annotated[int | None, _default("no limit")] = None
-    """The most tokens that a rank holds in a micro-batch if samples are packed by their numbers of tokens.
-    It sets the number of micro-batches."""
-    order: Literal["given", "shuffled"] = "given"
-    """The order of the samples: as the trace has them, or shuffled with --seed."""
-    seed: int = 0
-    """The seed of the shuffled order, of drawn batches, and of planning."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs:
-    """The hardware, model and sizes that modelled times are computed for; see relibra_jax.cost.batch_time.
-
-    The planners get the same costs as the report.
-    """
-
-    cluster: str = "h100"
-    """The cluster whose speeds and memory are modelled: h100, h200, gb200-nvl72, h100-ethernet-200 and others."""
-    model: str = "gpt-oss-20b"
-    """The model whose sizes are modelled: gpt-oss-20b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 and others."""
-    context: float = 4096.0
-    """The mean length of a sequence, in tokens, for the cost of attention."""
-    tokens_per_rank: float = 16384.0
-    """The mean number of tokens that a rank has in a micro-batch. The trace is scaled to it."""
-    dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
-    """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical).
-    By default what layers run: hierarchical if there are several nodes and a token has several experts."""
-    exchange: Literal["auto", "padded", "ragged"] = "auto"
-    """What an exchange sends: lanes that are all as long as the longest (padded), or only needed rows (ragged).
-    By default what layers run on GPUs: padded between nodes, ragged inside nodes of at most 8 ranks."""
-    row_layout: Literal["packed", "padded"] = "packed"
-    """How samples lie in rows: several in a row (packed), or each in a row of its own, as long as the longest."""
-    updates: int = 1
-    """The number of optimizer updates in a batch, which share its micro-batches. Each one pushes the residents."""
-    recompute: bool = False
-    """Model one more forward pass over every micro-batch, which recomputes old log-probabilities."""
-    shards: int = 1
-    """The number of data-parallel copies that share the optimizer state, for the memory of a rank."""

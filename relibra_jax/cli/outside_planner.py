@@ -3,10 +3,10 @@
 import functools
 from typing import Any
 
-from relibra_jax.cli.outside import import_outside
 from relibra_jax.contract.types import Plan, Planner
 from relibra_jax.planning.baselines.forecasts import FORECASTS
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.support.outside import import_outside
 from relibra_jax.support.suggestions import suggest_names
 
 

@@ -10,10 +10,11 @@ from rich.console import Console
 from relibra_jax.cli.batch_prices import with_fetch_of
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.plan_files import save_plan
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.suggestions import suggest_names

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of experts: limits of numbers, suggestions for names, atomic writes."""
+"""Helpers that know nothing of experts: limits of numbers, suggestions for names, atomic writes, options."""

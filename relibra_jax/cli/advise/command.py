@@ -25,9 +25,10 @@ from relibra_jax.cli.advise.pricing import (
 )
 from relibra_jax.cli.advise.strategies import Strategy, strategies
 from relibra_jax.cli.advise.thresholds import EVEN_SHARES, PAYS, Point, threshold
-from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.types import Topology
+from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_positive
 from relibra_jax.traces.read import read_trace

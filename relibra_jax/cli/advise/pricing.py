@@ -12,12 +12,12 @@ from relibra_jax.cli.advise.thresholds import EVEN_SHARES, Point, route_some_eve
 from relibra_jax.cli.batch_prices import count_visits, time_of_batch, with_fetch_of
 from relibra_jax.cli.batching import Batches, make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs
 from relibra_jax.cli.planner_runs import run_contender
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.memory import rank_memory
+from relibra_jax.evaluation import Batching, Costs
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.trace import Trace
 

@@ -1,4 +1,4 @@
-"""Parsing of options with tyro, with its error boxes turned into errors of one line.
+"""Parsing of options with a tyro parser, with its error boxes turned into errors of one line.
 
 For invalid options tyro prints a box of several lines and exits. Its public interface has no other way to learn what is
 wrong, so this module reads the box: the first paragraph is the message, and options named in later paragraphs are
@@ -6,18 +6,13 @@ tyro's suggestions.
 """
 
 import contextlib
-import functools
 import io
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import tyro
-
-from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.support.suggestions import did_you_mean
 
 HELP: Final = frozenset({"-h", "--help"})
@@ -56,28 +51,6 @@ def parse_options(parse: Callable[..., Any], args: Sequence[str]) -> Any:
         if not stop.code:
             raise
     raise ValueError(one_line(box.getvalue()))
-
-
-def run_program(
-    main: Callable[[Any], int | None], options: type, args: Sequence[str] | None = None, **about: Any
-) -> int:
-    """Parse options and run a program with them.
-
-    Args:
-        main: the program, a function that takes the parsed options.
-        options: the type of the options, as `tyro.cli` takes it.
-        args: the options, as strings of the command line. With None, the arguments of the process are used.
-        **about: additional arguments of `tyro.cli`, for example ``description``. ``prog`` is by default the command
-            ``python -m MODULE`` that started the process.
-
-    Returns:
-        The exit status, as `exit_status` returns it.
-    """
-    module = getattr(sys.modules["__main__"].__spec__, "name", None)
-    if module is not None:
-        about = {"prog": f"python -m {module.removesuffix('.__main__')}", **about}
-    parse = functools.partial(tyro.cli, options, **about)
-    return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
 
 
 def one_line(box: str) -> str:

@@ -1,0 +1,43 @@
+"""What the programs of this folder share: the trace argument, and the parsing of options."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from relibra_jax.support.bad_input import exit_status
+from relibra_jax.support.parsing import parse_options
+
+TraceName = Annotated[
+    str | None,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="TRACE",
+        help_behavior_hint="(default: $RELIBRA_TRACE, else the recorded trace of the package)",
+    ),
+]
+"""The trace argument of a program: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
+
+
+def run_program(
+    main: Callable[[Any], int | None], options: type, args: Sequence[str] | None = None, **about: Any
+) -> int:
+    """Parse options and run a program with them.
+
+    Args:
+        main: the program, a function that takes the parsed options.
+        options: the type of the options, as `tyro.cli` takes it.
+        args: the options, as strings of the command line. With None, the arguments of the process are used.
+        **about: additional arguments of `tyro.cli`, for example ``description``. ``prog`` is by default the command
+            ``python -m MODULE`` that started the process.
+
+    Returns:
+        The exit status, as `exit_status` returns it.
+    """
+    module = getattr(sys.modules["__main__"].__spec__, "name", None)
+    if module is not None:
+        about = {"prog": f"python -m {module.removesuffix('.__main__')}", **about}
+    parse = functools.partial(tyro.cli, options, **about)
+    return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
