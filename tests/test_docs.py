@@ -24,9 +24,9 @@ import pytest
 
 from experiments.rl.named_runs import CONFIGS
 from experiments.run import parse_run
-from relibra_jax import types
 from relibra_jax.cli.commands import COMMANDS
 from relibra_jax.cli.main import main
+from relibra_jax.contract import types
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
