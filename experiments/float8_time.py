@@ -93,11 +93,11 @@ def price(
     rows = []
     for batch in batches:
         marks = None if rule is None else mark_hot_ranks(batch.batch_plan.plan, rule)
-        lengths, row_tokens = sample_lengths(batch)
+        lengths, row_length = sample_lengths(batch)
         time = batch_time(
             *(batch.batch_plan, lengths, topology, cost),
             visits=count_visits(batch, topology, cost),
-            row_tokens=row_tokens,
+            row_length=row_length,
             speedup=None if marks is None else jnp.where(marks, jnp.float32(faster), 1.0),
         )
         share = 0.0 if marks is None else float(marks.mean())

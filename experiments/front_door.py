@@ -80,7 +80,7 @@ class Case(NamedTuple):
         return np.asarray(self.batches.replays[-1].mask).sum(1)
 
     @property
-    def row_tokens(self) -> float:
+    def row_length(self) -> float:
         """The number of positions of a row that holds one sample."""
         return float(self.batches.replays[-1].mask.shape[1])
 
@@ -216,7 +216,7 @@ def balanced(case: Case, planned: Planned) -> BatchTime:
     rows = batch_plan.assignment.sample.shape[-1]
     cost = case.cost_model.price(case.topology)
     return balanced_time(
-        *(batch_plan.load, case.lengths, case.topology, cost), row_tokens=case.row_tokens, rows=rows
+        *(batch_plan.load, case.lengths, case.topology, cost), row_length=case.row_length, rows=rows
     )
 
 
@@ -237,7 +237,7 @@ def _time(case: Case, planned: Planned, cost: Price) -> BatchTime:
         *(planned.batch_plan, case.lengths, case.topology, cost),
         visits=planned.visits,
         previous_home=planned.before,
-        row_tokens=case.row_tokens,
+        row_length=case.row_length,
     )
 
 

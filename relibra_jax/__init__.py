@@ -14,53 +14,59 @@ from importlib.metadata import version as _version
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.plan_files import load_plan, save_plan
+from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import (
+    BALANCE,
     EMPTY,
     Assignment,
     BatchPlan,
     LayerPlan,
     Plan,
-    Planner,
+    Price,
     RoutingReplay,
-    TokenSample,
     Topology,
 )
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
+from relibra_jax.planning.batch import Batch, count_batch, fill_unfinished
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
-from relibra_jax.planning.placement import Placement, place_experts
-from relibra_jax.planning.plan_batch import plan_batch, plan_loads
-from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
-from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.rollout import replay_from_rollout, sample_counts
 from relibra_jax.routing.split import source_quota
 
 __version__ = _version("relibra-jax")
 
 __all__ = [
+    "BALANCE",
     "EMPTY",
     "PLANNERS",
     "Assignment",
+    "Batch",
     "BatchPlan",
     "LayerPlan",
+    "PlacedRoutes",
     "Placement",
     "Plan",
+    "PlanRequest",
     "Planner",
+    "Price",
     "RoutingReplay",
-    "TokenSample",
+    "Stage",
     "Topology",
     "assign_in_order",
     "assign_samples",
     "batch_imbalance",
     "check_plan",
+    "count_batch",
     "eplb",
     "expert_load",
     "fill_unfinished",
@@ -72,9 +78,6 @@ __all__ = [
     "pack_samples",
     "place_experts",
     "plan_batch",
-    "plan_loads",
-    "plan_stage_loads",
-    "plan_stages",
     "rank_load",
     "rebalance_experts",
     "relibra",

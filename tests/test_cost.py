@@ -101,8 +101,8 @@ def test_padded_rows_cost_what_their_positions_cost():
     """Both rows of a rank are as long as T, or as the longest sample, with one sample in them or none."""
     cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded")
     assignment = Assignment(np.array([[[[0, 1]], [[EMPTY, EMPTY]]]]))
-    for row_tokens, row in ((None, 5), (16.0, 16)):
-        seconds, positions = attention_time(assignment, np.array([3, 5]), cost, row_tokens=row_tokens)
+    for row_length, row in ((None, 5), (16.0, 16)):
+        seconds, positions = attention_time(assignment, np.array([3, 5]), cost, row_length=row_length)
         assert float(positions) == 2 * row
         np.testing.assert_allclose(seconds[..., 0], np.full((1, 2), 2 * (2 * row + row**2 / 2)))
 
@@ -382,9 +382,9 @@ def test_a_balanced_run_with_the_locality_of_the_samples(batch_plan):
 
 def test_a_balanced_run_with_padded_rows_has_their_positions(batch_plan):
     cost = price(rows="padded")
-    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, row_tokens=16.0, rows=1)
+    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, row_length=16.0, rows=1)
     assert float(time.attention) == pytest.approx(3 * (16 * 2 * 50 + 16**2 * 10) / 5e5)
-    same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, row_tokens=16.0)
+    same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, row_length=16.0)
     assert float(same.attention) == pytest.approx(float(time.attention))
     with pytest.raises(ValueError, match="rows must be given if rows are padded"):
         balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost)

@@ -109,12 +109,12 @@ def time_of_batch(
         cost: the unit times.
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
-    lengths, row_tokens = sample_lengths(batch)
+    lengths, row_length = sample_lengths(batch)
     return batch_time(
         *(batch.batch_plan, lengths, topology, cost),
         visits=visits,
         previous_home=batch.previous_home,
-        row_tokens=row_tokens,
+        row_length=row_length,
     )
 
 
@@ -138,8 +138,8 @@ def price_batch(
     cost = cost_model.price(topology)
     needed = dataclasses.replace(cost_model, between="ragged", inside="ragged").price(topology)
     time = time_of_batch(batch, topology, cost, visits=visits)
-    lengths, row_tokens = sample_lengths(batch)
-    run = {"row_tokens": row_tokens, "rows": batch.batch_plan.assignment.sample.shape[-1]}
+    lengths, row_length = sample_lengths(batch)
+    run = {"row_length": row_length, "rows": batch.batch_plan.assignment.sample.shape[-1]}
     load = batch.batch_plan.load
     uniform = balanced_time(load, lengths, topology, cost, **run)
     local = balanced_time(

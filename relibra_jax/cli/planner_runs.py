@@ -99,7 +99,7 @@ def run_contender(
             cost=cost,
             routes=counts.routes,
             transitions=counts.transitions,
-            row_tokens=counts.row_tokens,
+            row_length=counts.row_length,
         )
 
     planner_key, key = jax.random.split(jax.random.key(seed))

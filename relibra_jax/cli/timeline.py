@@ -86,8 +86,8 @@ def layer_timeline(
     cost = cost_model.price(topology, updates=0, recompute=True)
     visits = count_visits(batch, topology, cost)
     layer_plans = batch.batch_plan.layer_plans()
-    lengths, row_tokens = sample_lengths(batch)
-    attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost, row_tokens=row_tokens)
+    lengths, row_length = sample_lengths(batch)
+    attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost, row_length=row_length)
     times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
     rows = _count_sent(layer_plans, topology, cost, visits=visits)
     needed = _count_traffic(layer_plans, topology, visits=visits).slow_sent

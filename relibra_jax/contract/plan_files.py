@@ -19,8 +19,7 @@ def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
     """
     numbers = {name: np.int64(value) for name, value in vars(topology).items()}
     with write_atomically(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, **{k: np.asarray(v) for k, v in plan._asdict().items()}, **numbers)  # type:
-        ignore[arg-type]
+        np.savez_compressed(file, **{k: np.asarray(v) for k, v in plan._asdict().items()}, **numbers)  # type: ignore[arg-type]
 
 
 def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:

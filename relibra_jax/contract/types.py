@@ -39,7 +39,6 @@ An array over ranks has the shape of the mesh, ``[..., N, G, ...]``. A *flat ran
 slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes along which values of a type are stacked.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -228,30 +227,6 @@ class PhysicalExperts(NamedTuple):
     """The number of copies of each expert."""
 
 
-class TokenSample(NamedTuple):
-    """Routes and ranks of some tokens of a batch, for planners that need more than the loads."""
-
-    expert_ids: Int[Array, "Q L K"]
-    """The logical expert ids of Q sampled tokens."""
-    micro_batch: Int[Array, " Q"]
-    """The micro-batch of each token."""
-    rank: Int[Array, " Q"]
-    """The flat rank that holds the sample of each token."""
-
-
-class Transitions(NamedTuple):
-    """Counts of how often one expert follows another in a batch, for planners that forecast loads from earlier ones.
-
-    The row is the earlier expert, the column the later one. Each of a token's K experts forms a pair with each of the K
-    experts that follow, and every pair counts once. `relibra_jax.planning.transitions.count_transitions` counts them.
-    """
-
-    along_tokens: Float[Array, "L E E"]
-    """Pairs of a token and the next real token of its sample, in the same layer."""
-    across_layers: Float[Array, "L E E"]
-    """Pairs of the layer below and this layer, for the same token; zeros in layer 0."""
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Price:
@@ -314,40 +289,8 @@ class Price:
     """Whether the buffers of padded exchanges have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
 
 
-class Planner(NamedTuple):
-    """A planner: a pair of pure functions, like an optax transformation with extra arguments.
-
-    The functions work under jit, vmap and scan. Callers call them as
-
-    - ``init(topology, num_layers, *, key) -> state``: the state before the first batch, an array tree;
-    - ``update(load, state, topology, *, tokens=None, transitions=None, cost=None, refine=None) -> (Plan, state)``:
-      the plan of a batch.
-
-    Arguments of ``update``:
-
-    - ``load``: ``[M, L, N, G, E]`` token copies of each expert, on the rank where their token is. ``update`` raises
-      unless `relibra_jax.contract.check.check_load` accepts it.
-    - ``state``: the state that ``init`` or the previous ``update`` returned.
-    - ``topology``: the expert-parallel group.
-    - ``tokens``: a `TokenSample` of the batch, or None.
-    - ``transitions``: the `Transitions` of the batch, or None. They are counted only for planners that take them.
-    - ``cost``: the `Price` of the cluster and the model, or None.
-    - ``refine``: ``[L, E]`` homes that were found for the same batch under its previous assignment of samples. None if
-      the batch is planned once; all EMPTY for the first of several plans of the batch.
-
-    A planner that does not use one of the last four does not name it in its signature.
-    `relibra_jax.planning.extra_args` then leaves it out of the call, as optax does.
-    """
-
-    init: Callable[..., Any]
-    """Create the state before the first batch."""
-    update: Callable[..., tuple[Plan, Any]]
-    """Plan one batch."""
-    replicate: Callable[..., Plan] | None = None
-    """``(load, home, topology, *, tokens=None, cost=None) -> Plan``: the plan that has experts at given homes and only
-    adds replicas. A planner that has it keeps its homes in a field ``home`` of its state, a NamedTuple.
-    `relibra_jax.planning.plan_batch` then never returns a plan that costs more than to leave the experts where they
-    are. None for planners that are run as they are, such as baselines."""
+BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)
+"""The price of balance alone: only the copies of the busiest rank cost time."""
 
 
 def check_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:

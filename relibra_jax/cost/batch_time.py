@@ -79,7 +79,7 @@ def batch_time(
     *,
     visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
-    row_tokens: Float[Array, ""] | float | None = None,
+    row_length: Float[Array, ""] | float | None = None,
     speedup: Float[Array, "M L N G"] | None = None,
 ) -> BatchTime:
     """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
@@ -94,7 +94,7 @@ def batch_time(
         visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
             to a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
-        row_tokens: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
+        row_length: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
         speedup: the factor by which each rank's experts run faster, as in `relibra_jax.cost.step_time.rank_time`.
 
     Raises:
@@ -109,7 +109,7 @@ def batch_time(
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
     if speedup is not None:
         check_shape("speedup", speedup.shape, slots[:-1])
-    attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_tokens=row_tokens)
+    attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_length=row_length)
     ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits, speedup=speedup)
     push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
@@ -128,7 +128,7 @@ def balanced_time(
     cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
-    row_tokens: Float[Array, ""] | float | None = None,
+    row_length: Float[Array, ""] | float | None = None,
     rows: int | None = None,
 ) -> BatchTime:
     """Model the time of a balanced run, which no real plan has: all ranks have equally much of everything.
@@ -143,7 +143,7 @@ def balanced_time(
         cost: the unit times.
         visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
             evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
-        row_tokens: T, the number of positions of a padded row, as in `batch_time`.
+        row_length: T, the number of positions of a padded row, as in `batch_time`.
         rows: b, the rows of a rank in a micro-batch, if rows are padded.
 
     Raises:
@@ -158,7 +158,7 @@ def balanced_time(
     if cost.rows == "padded":
         if rows is None:
             raise ValueError("rows must be given if rows are padded")
-        row = jnp.float32(lengths.max() if row_tokens is None else row_tokens)
+        row = jnp.float32(lengths.max() if row_length is None else row_length)
         positions, squares = rows * row, rows * row**2
     else:
         positions, squares = lengths.sum() / bins, (lengths**2).sum() / bins

@@ -87,7 +87,7 @@ def attention_time(
     lengths: Int[Array, " B"],
     cost: Price,
     *,
-    row_tokens: Float[Array, ""] | float | None = None,
+    row_length: Float[Array, ""] | float | None = None,
 ) -> tuple[Float[jax.Array, "M N G"], Float[jax.Array, ""]]:
     """Model the seconds of every rank in attention, projections and shared experts of one layer.
 
@@ -95,7 +95,7 @@ def attention_time(
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
         cost: the unit times.
-        row_tokens: T, the number of positions of a row that holds one sample; None for the longest sample. Packed rows
+        row_length: T, the number of positions of a row that holds one sample; None for the longest sample. Packed rows
             do not read it.
 
     Returns:
@@ -104,7 +104,7 @@ def attention_time(
     sample = jnp.asarray(assignment.sample)
     lengths = jnp.asarray(lengths, jnp.float32)
     if cost.rows == "padded":
-        row = jnp.float32(lengths.max() if row_tokens is None else row_tokens)
+        row = jnp.float32(lengths.max() if row_length is None else row_length)
         seconds = sample.shape[-1] * (cost.token * row + cost.pair * row**2)
         return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * row
     own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])

@@ -76,12 +76,12 @@ def _model_stage(
             *(plan, counts.tokens, topology, cost),
             visits=estimate_visits(counts, plan, topology, cost) if cost.hierarchical else None,
             previous_home=previous_home if moves else None,
-            row_tokens=counts.row_tokens,
+            row_length=counts.row_length,
         )
 
     balanced = balanced_time(
         *(batch_plan.load, counts.tokens, topology, cost),
-        row_tokens=counts.row_tokens,
+        row_length=counts.row_length,
         rows=start.sample.shape[-1],
     )
     return ModelledTimes(model(batch_plan), model(staying), balanced)

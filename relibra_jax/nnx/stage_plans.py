@@ -145,7 +145,7 @@ def plan_and_check(
     host_inputs = jax.device_put((replay, state, key, warm_start), host_device())
     replay, state, key, warm_start = host_inputs
     counts = _count(replay, search.planner, search.topology, with_routes=search.cost is not None)
-    counts = counts._replace(row_tokens=float(replay.mask.shape[1]))
+    counts = counts._replace(row_length=float(replay.mask.shape[1]))
     stages, next_state = _plan(counts, state, key, warm_start, search)
     stages = jax.device_get(stages)
     for stage in stages:
@@ -231,6 +231,6 @@ def _plan(
             cost=search.cost,
             routes=counts.routes,
             transitions=counts.transitions,
-            row_tokens=counts.row_tokens,
+            row_length=counts.row_length,
             warm_start=warm_start,
         )

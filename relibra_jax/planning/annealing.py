@@ -1,152 +1,57 @@
-"""Simulated annealing that puts items into bins of equal size to minimise the fullest bin of every micro-batch.
+"""Simulated annealing in heat-bath form: the driver that the searches of this package share.
 
-The search swaps items, as in ReLibra (arXiv 2605.08639), in heat-bath form. A step takes one item, prices its swap with
-*every* item of one other bin, and draws one of these swaps or none, with probability proportional to
-``exp(-objective / temperature)`` (the Gumbel-max trick). Prices are incremental, because only two bins change. Items
-are kept in order of position, so a bin is one contiguous block. Layers are the last axis, so a step is a few vector
-operations over all layers. Layers share only the random numbers: the result of a layer does not depend on the others.
+A step proposes several changes of the state and their prices, and draws one of them or none, with probability
+proportional to ``exp(-price / temperature)`` (the Gumbel-max trick). A problem is two functions: ``propose`` draws and
+prices changes, and ``apply`` makes the chosen one. ReLibra (arXiv 2605.08639) searches by annealing, too; the heat-bath
+form, which prices many swaps in one step, is ours.
+
+All random numbers of a search are drawn in one call. XLA compiles every call of a `jax.random` function separately, and
+threefry is large: with one call for each kind of random number, they were most of the compiled code of a plan.
 """
 
-from typing import Final, NamedTuple
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, PRNGKeyArray
-
-from relibra_jax.planning.draws import draw_bits, gumbel, integers
-
-HOTTEST: Final = 2e-3
-COLDEST: Final = 1e-4
-"""The initial and final temperature, in units of imbalance. At the first the start hardly matters; at the last hardly
-any swap happens. Among 1e-3..2e-2 and 1e-4..5e-4 they are within 0.001 of the best on recorded, lognormal and Zipf
-loads for 2 and 4 nodes; on 64 nodes an initial temperature of 1e-3 was 0.7% better."""
-REFINING: Final = 3e-4
-"""The initial temperature to refine a placement. A higher one would lose the given placement."""
+from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 
-class Bins(NamedTuple):
-    """Items in order of position, for every row; bin ``b`` is positions ``b * size`` to ``(b + 1) * size - 1``."""
-
-    share: Float[jax.Array, "I M rows"]
-    """The load of each item in each micro-batch, as a multiple of the mean bin's load over the batch."""
-    cost: Float[jax.Array, "bins I rows"]
-    """The cost of each item in each bin."""
-    item: Int[jax.Array, "I rows"]
-    """The item at each position."""
-
-
-AXES: Final = (0, 1, 0)
-"""The axis of positions in each array of `Bins`."""
-
-
-def anneal(
-    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float = HOTTEST
-) -> Int[jax.Array, "I rows"]:
-    """Minimise the peaks and costs of bins by simulated annealing; the result is at least as good as the start.
-
-    Source: ReLibra (arXiv 2605.08639); the module docstring describes the method.
+def anneal[State, Draw, Changes](
+    state: State,
+    draws: Draw,
+    noise: Float[jax.Array, "steps #options+1 #problems"],
+    *,
+    propose: Callable[[State, Draw], tuple[Float[jax.Array, "options+1 problems"], Changes]],
+    apply: Callable[[State, Draw, Changes, Int[jax.Array, " problems"]], State],
+) -> State:
+    """Run the steps of a search for several problems at once.
 
     Args:
-        start: the items in the order from which the search starts.
-        key: random key, consumed; the same key gives the same result.
-        steps: the number of annealing steps. The last tenth accepts only improvements.
-        hottest: the temperature of the first step, in units of imbalance.
+        state: the state at the start.
+        draws: the random numbers that ``propose`` takes, with a leading axis of steps.
+        noise: Gumbel noise times the temperature of each step, as `scaled_noise` returns it.
+        propose: the function that returns the price of no change, then those of the proposed changes, and the data that
+            ``apply`` needs.
+        apply: the function that makes the chosen change of each problem; the choice -1 is no change.
 
     Returns:
-        The item at each position.
+        The state after the last step.
     """
-    return keep_better(start, _anneal(start, key, steps, hottest))
+
+    def step(state: State, inputs: tuple[Draw, jax.Array]) -> tuple[State, None]:
+        draw, noise = inputs
+        prices, changes = propose(state, draw)
+        return apply(state, draw, changes, jnp.argmin(prices - noise, axis=0) - 1), None
+
+    return jax.lax.scan(step, state, (draws, noise))[0]
 
 
-def keep_better(start: Bins, result: Bins) -> Int[jax.Array, "I rows"]:
-    """Take the better of two results in every row, after relabelling the bins of ``result``.
-
-    Args:
-        start: the items in their bins at the start of a search.
-        result: the items in their bins at the end of the search.
-
-    Returns:
-        The item at each position.
-    """
-    item, cost = relabel_bins(result)
-    better = _peaks(result) + cost < _peaks(start) + jnp.trace(_price_labels(start))
-    return jnp.where(better[None], item, start.item)
-
-
-def bin_load(state: Bins) -> Float[jax.Array, "bins M rows"]:
-    """Return the load of each bin in each micro-batch."""
-    bins, items, _ = state.cost.shape
-    return state.share.reshape(bins, items // bins, *state.share.shape[1:]).sum(1)
-
-
-def _peaks(state: Bins) -> Float[jax.Array, " rows"]:
-    return bin_load(state).max(0).sum(0)
-
-
-def _price_labels(state: Bins) -> Float[jax.Array, "bins bins rows"]:
-    """Return the cost of the items of each bin if the bin had each label."""
-    bins, _, rows = state.cost.shape
-    return state.cost.reshape(bins, bins, -1, rows).sum(2).swapaxes(0, 1)
-
-
-def reorder_items(state: Bins, order: Int[jax.Array, "I rows"]) -> Bins:
-    """Reorder items: position ``p`` receives the item at position ``order[p]``."""
-    return Bins(
-        jnp.take_along_axis(state.share, order[:, None], axis=0),
-        jnp.take_along_axis(state.cost, order[None], axis=1),
-        jnp.take_along_axis(state.item, order, axis=0),
-    )
-
-
-def relabel_bins(state: Bins) -> tuple[Int[jax.Array, "I rows"], Float[jax.Array, " rows"]]:
-    """Exchange whole bins as long as that lowers the cost; balance does not depend on the labels of bins.
-
-    Args:
-        state: the items in their bins.
-
-    Returns:
-        The item at each position after the exchanges, and the total cost of all items then.
-    """
-    bins, items, rows = state.cost.shape
-    price, index = _price_labels(state), jnp.arange(bins)[:, None]
-
-    def exchange(carry):
-        label, _ = carry
-        cost = jnp.take_along_axis(price, label[None], axis=1)  # [bin, current label of a bin, row]
-        own_cost = (cost * jnp.eye(bins, dtype=jnp.float32)[:, :, None]).sum(1)
-        gain = (
-            own_cost[:, None] + own_cost[None] - cost - cost.swapaxes(0, 1)
-        )  # from exchanging the labels of two bins
-        gain = gain.reshape(bins * bins, rows)
-        best, pair = gain.max(0), gain.argmax(0)
-        a, b = pair[None] // bins, pair[None] % bins  # the same bin if nothing is gained
-        partner = jnp.where(index == a, b, jnp.where(index == b, a, index))
-        return jnp.take_along_axis(label, partner, axis=0), best.max()
-
-    label = jnp.tile(index, (1, rows))
-    label, _ = jax.lax.while_loop(lambda carry: carry[1] > 1e-6, exchange, (label, jnp.float32(jnp.inf)))
-    block = jnp.argsort(label, axis=0) * (items // bins)  # the first position of each label's items
-    order = (block[:, None] + jnp.arange(items // bins)[None, :, None]).reshape(items, rows)
-    cost = jnp.take_along_axis(price, label[:, None], axis=1).sum((0, 1))
-    return jnp.take_along_axis(state.item, order, axis=0), cost
-
-
-def price_swaps(
-    state: Bins, total: Float[jax.Array, "bins M rows"], i: Int[jax.Array, ""], q: Int[jax.Array, ""]
-) -> tuple[Float[jax.Array, "1 rows"], Float[jax.Array, "size rows"]]:
-    """Return the objective now and after swapping one item with each item of another bin, without the common part.
-
-    Args:
-        state: the items in their bins.
-        total: the load of the bins, as `bin_load` returns it.
-        i: the position of the item.
-        q: the other bin, which does not hold the item.
-
-    Returns:
-        The current objective, and the objective after each of the swaps.
-    """
-    item, others = _at(state, i, 1), _at(state, q * _bin_size(state), _bin_size(state))
-    return _price(item, others, total, i // _bin_size(state), q)
+def scaled_noise(
+    bits: UInt32[jax.Array, "steps options+1 *problems"], temperature: Float[jax.Array, " steps"]
+) -> Float[jax.Array, "steps options+1 *problems"]:
+    """Convert random bits to Gumbel noise times the temperature of each step, for `anneal`."""
+    return gumbel(bits) * temperature.reshape(-1, *[1] * (bits.ndim - 1))
 
 
 def cooling(hottest: Float[jax.Array, ""] | float, coldest: float, steps: int) -> Float[jax.Array, " steps"]:
@@ -167,103 +72,46 @@ def cooling(hottest: Float[jax.Array, ""] | float, coldest: float, steps: int) -
     return jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
 
 
-def _bin_size(state: Bins) -> int:
-    return state.cost.shape[1] // state.cost.shape[0]
-
-
-def _at(state: Bins, first: Int[jax.Array, ""], size: int) -> Bins:
-    """Return the items at ``size`` positions from ``first``."""
-    return Bins(
-        *(jax.lax.dynamic_slice_in_dim(x, first, size, axis) for x, axis in zip(state, AXES, strict=True))
-    )
-
-
-def _put(state: Bins, items: Bins, first: Int[jax.Array, ""]) -> Bins:
-    """Put items at the positions from ``first``."""
-    return Bins(
-        *(
-            jax.lax.dynamic_update_slice_in_dim(x, part, first, axis)
-            for x, part, axis in zip(state, items, AXES, strict=True)
-        )
-    )
-
-
-def _price(item: Bins, candidates: Bins, total, p, q):
-    """Price swaps of one item of bin ``p`` with the items of bin ``q``, as `price_swaps` does."""
-    index = jnp.arange(total.shape[0])[:, None, None]
-    others = jnp.where((index == p) | (index == q), -jnp.inf, total)
-    rest = jnp.maximum(others.max(0, keepdims=True), 0)
-
-    def peak(load_p, load_q):
-        return jnp.maximum(jnp.maximum(load_p, load_q), rest)
-
-    gain = candidates.share - item.share
-    # The barrier keeps the sum over micro-batches out of the fusion, where XLA:CPU would not vectorise it.
-    swap_prices = jax.lax.optimization_barrier(peak(total[p][None] + gain, total[q][None] - gain)).sum(1)
-    swap_prices += (candidates.cost[p] - candidates.cost[q]) - (item.cost[p] - item.cost[q])
-    return peak(total[p][None], total[q][None]).sum(1), swap_prices
-
-
-class Draws(NamedTuple):
-    """The random numbers of all steps of a search, which all rows share."""
-
-    i: Int[jax.Array, " steps"]
-    """The position of the item to swap."""
-    q: Int[jax.Array, " steps"]
-    """The other bin, which does not hold the item."""
-    noise: Float[jax.Array, "steps size+1"]
-    """Gumbel noise times the temperature of the step, for no swap and for the swap with each item of the other bin."""
-
-
-def draw_steps(
-    key: PRNGKeyArray, *, steps: int, bins: int, items: int, hottest: Float[jax.Array, ""] | float
-) -> Draws:
-    """Draw the random numbers of all steps of a search in advance.
+def draw_bits(key: PRNGKeyArray, *shapes: tuple[int, ...]) -> list[UInt32[jax.Array, "..."]]:
+    """Draw random bits in arrays of the given shapes.
 
     Args:
         key: random key, consumed.
-        steps: the number of annealing steps.
-        bins: the number of bins.
-        items: the number of items, a multiple of ``bins``.
-        hottest: the temperature of the first step, in units of imbalance.
+        *shapes: the shape of each array.
 
     Returns:
-        The random numbers of each step.
+        One array of independent uint32 for each shape.
+
+    >>> [bits.shape for bits in draw_bits(jax.random.key(0), (2, 3), (4,))]
+    [(2, 3), (4,)]
     """
-    size = items // bins
-    bits = draw_bits(key, (2, steps), (steps, size + 1))
-    i = integers(bits[0][0], items)
-    q = (i // size + 1 + integers(bits[0][1], bins - 1)) % bins
-    return Draws(i, q, gumbel(bits[1]) * cooling(hottest, COLDEST, steps)[:, None])
+    ends = [0]
+    for shape in shapes:
+        ends.append(ends[-1] + math.prod(shape))
+    # The bits are drawn flat, because LLVM would unroll the short inner loops of other shapes, with 20 threefry rounds
+    # in each iteration.
+    flat = jax.random.bits(key, (ends[-1],), jnp.uint32)
+    return [flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)]
 
 
-def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: Float[jax.Array, ""] | float) -> Bins:
-    bins, items, _ = state.cost.shape
-    size = _bin_size(state)
-    draws = draw_steps(key, steps=steps, bins=bins, items=items, hottest=hottest)
+def integers(bits: UInt32[jax.Array, "*shape"], bound: int) -> Int[jax.Array, "*shape"]:
+    """Convert random bits to integers below a bound.
 
-    def step(carry, draw):
-        state, total = carry
-        i, q, noise = draw
-        # The barrier makes all reads come before the writes. Otherwise XLA:CPU would copy the whole carry.
-        item, candidates = jax.lax.optimization_barrier((_at(state, i, 1), _at(state, q * size, size)))
-        stay_price, swap_prices = _price(item, candidates, total, i // size, q)
-        choice = jnp.argmin(jnp.concatenate([stay_price, swap_prices]) - noise[:, None], axis=0) - 1
+    Args:
+        bits: independent random bits.
+        bound: the number of different integers.
 
-        def swap(item, candidates, axis):
-            row = [1] * (item.ndim - 1) + [-1]
-            column = [size if d == axis else 1 for d in range(item.ndim - 1)] + [1]
-            partner = jnp.take_along_axis(candidates, jnp.maximum(choice, 0).reshape(row), axis)
-            new_item = jnp.where(choice.reshape(row) < 0, item, partner)
-            is_chosen = choice.reshape(row) == jnp.arange(size).reshape(column)
-            return new_item, jnp.where(is_chosen, item, candidates)
+    Returns:
+        Integers from 0 to ``bound - 1``, int32. Lower integers are more probable by at most ``bound`` in 2**32.
+    """
+    return (bits % jnp.uint32(bound)).astype(jnp.int32)
 
-        new_item, new_candidates = (
-            Bins(*parts) for parts in zip(*map(swap, item, candidates, AXES), strict=True)
-        )
-        gain = new_item.share[0] - item.share[0]
-        total = total.at[i // size].add(gain).at[q].add(-gain)
-        return (_put(_put(state, new_candidates, q * size), new_item, i), total), None
 
-    (result, _), _ = jax.lax.scan(step, (state, bin_load(state)), draws)
-    return result
+def gumbel(bits: UInt32[jax.Array, "*shape"]) -> Float[jax.Array, "*shape"]:
+    """Convert random bits to standard Gumbel noise, float32.
+
+    With it, ``argmax(x + gumbel)`` samples from ``softmax(x)``.
+    """
+    # 23 bits plus one half are strictly between 0 and 1 after scaling, and exact in float32.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+    return -jnp.log(-jnp.log(uniform))

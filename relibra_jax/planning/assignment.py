@@ -5,32 +5,30 @@ in which micro-batch (sample packing, arXiv 2608.12146). The time of a step does
 is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  sum_m max_rank (attention of its samples)
-              +  crossing_cost * mean_l sum_m max_rank (tokens that it sends or receives) / mean tokens,
+              +  crossing * mean_l sum_m max_rank (tokens that it sends or receives),
 
-the imbalance of the nodes over the batch, the time of attention, and the crossings between nodes. Attention of a
-sample costs as much as the square of its length says, if a price is given, and else ``attention_cost`` for each token.
-No micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends only on its node,
-so it is computed once, as a table over nodes; with many layers and ranks, one table entry sums neighbouring layers.
-Packing by token count (`relibra_jax.planning.sample_packing`) gives the initial assignment, which simulated annealing
-then improves (`relibra_jax.planning.sample_search`). Finally the ranks of each micro-batch are exchanged if that
-lowers the total number of crossings.
+the imbalance of the nodes over the batch, the time of attention, and that of crossings between nodes, all in units of
+balanced compute. No micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends
+only on its node, so it is computed once, as a table over nodes; with many layers and ranks, one table entry sums
+neighbouring layers. Simulated annealing improves a given assignment (`relibra_jax.planning.sample_search`). Finally the
+ranks of each micro-batch are exchanged if that lowers the total number of crossings.
 """
 
 import functools
-from typing import Final
+from typing import Final, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, Topology, check_shape
+from relibra_jax.contract.planner import Placement
+from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, Price, Topology, check_shape
 from relibra_jax.cost.step_time import sample_attention
-from relibra_jax.planning.packing import lightest_pack
+from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.sample_crossings import crossings_by_node
-from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
-from relibra_jax.planning.sample_search import HOTTEST, REFINING, SampleProblem, search_samples
-from relibra_jax.planning.token_sample import Routes
+from relibra_jax.planning.sample_packing import check_micro_batches
+from relibra_jax.planning.sample_search import SampleProblem, search_samples
 
 MAX_COUNTERS: Final = 512
 """The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
@@ -67,169 +65,130 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "topology",
-        "num_micro_batches",
-        "token_budget",
-        "samples_per_rank",
-        "steps",
-        "attention_cost",
-        "crossing_cost",
-    ),
-)
+class Assign(Protocol):
+    """Assign the samples of a batch, or of one stage of it, to the positions of ``start``.
+
+    ``start`` has all samples, and is the result of the round before. The function must be hashable, and the same object
+    from batch to batch, or every batch compiles again. ``key`` is None if the caller of `plan_batch` gave none.
+    """
+
+    def __call__(
+        self,
+        batch: Batch,
+        placement: Placement,
+        topology: Topology,
+        *,
+        start: Assignment,
+        price: Price,
+        key: PRNGKeyArray | None,
+    ) -> Assignment: ...
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "token_budget", "steps"))
 def assign_samples(
-    sample_load: Int[Array, "B L E"],
-    tokens: Int[Array, " B"],
-    home: Int[Array, "L E"],
+    batch: Batch,
+    placement: Placement,
     topology: Topology,
     *,
-    num_micro_batches: int,
-    key: PRNGKeyArray,
+    start: Assignment,
+    price: Price = BALANCE,
+    key: PRNGKeyArray | None,
     token_budget: float = 1.05,
-    samples_per_rank: int | None = None,
     steps: int | None = None,
-    attention_cost: float = 0.1,
-    crossing_cost: float = 0.03,
-    routes: Routes | None = None,
-    resident: Int[Array, "L N G resident_slots"] | None = None,
-    cost: Price | None = None,
-    refine: Assignment | None = None,
 ) -> Assignment:
-    """Choose a micro-batch and a rank for every sample so that the load of nodes and ranks is even.
+    """Choose a micro-batch and a rank for every sample so that the batch takes the least time.
 
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the module docstring states the objective.
 
     The token budget of a micro-batch or a rank is ``token_budget`` times the mean, but at least the longest sample and
-    at least what the initial assignment needs. It is never exceeded. The initial assignment needs more than the other
-    two only if a rank has few or long samples: two equal ranks cannot share three equal samples evenly.
+    at least what ``start`` needs. It is never exceeded.
 
     Args:
-        sample_load: the number of token copies of each sample for each expert.
-        tokens: the length of each sample, which determines its time in attention and its memory.
-        home: flat home slot of each expert.
+        batch: the samples. With routes and a price of hierarchical dispatch, crossings are distinct tokens per node;
+            otherwise they are token copies.
+        placement: the homes of experts, and the residents; tokens of a resident's node do not cross for it.
         topology: the expert-parallel group.
-        num_micro_batches: M, the number of micro-batches.
-        key: random key; the same key gives the same assignment.
+        start: the assignment of all samples from which the search starts, for example from `pack_samples`. More
+            positions than samples give the search more freedom to even out tokens.
+        price: the price of attention and of crossings, relative to that of a token copy.
+        key: random key, required; the same key gives the same assignment.
         token_budget: the most tokens of a micro-batch or a rank, as a multiple of the mean; at least 1.
-        samples_per_rank: b, the number of sample positions of a rank. None takes the smallest number that holds all
-            samples; more positions give the search more freedom to even out tokens.
-        steps: the number of annealing steps; 100,000 is thorough. None takes one step per four pairs of samples, at
-            most 8,000, and a quarter of that if assignment and placement alternate (``refine`` is given).
-        attention_cost: the node imbalance worth accepting to remove one unit of attention imbalance, in tokens.
-        crossing_cost: the node imbalance worth accepting to avoid all crossings.
-        routes: sampled tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them and a
-            ``cost`` of hierarchical dispatch, crossings are distinct tokens per node; otherwise they are token copies.
-        resident: the expert in each resident slot; tokens of its node do not cross for it. None for no residents.
-        cost: the unit times of the cluster and the model, which replace ``attention_cost`` and ``crossing_cost``.
-        refine: an assignment of all samples for similar homes. The search starts from it at a lower temperature, and so
-            stays close to it. None starts from packing. If all entries are EMPTY, the search also starts from packing,
-            but takes fewer steps, because more rounds follow.
+        steps: the number of annealing steps; 100,000 is thorough. None takes one step per sixteen pairs of samples, at
+            least 100 and at most 2,000, because placement and assignment alternate.
 
     Returns:
         An Assignment of int32; the samples of a rank are in ascending order, EMPTY comes last.
 
     Raises:
-        ValueError: if the shapes disagree, if there are fewer samples than micro-batches, if there are fewer positions
-            than samples, or if ``token_budget`` or ``steps`` is below 1 or a cost is negative.
+        ValueError: if the shapes disagree, if there are fewer positions than samples, if there is no key, or if
+            ``token_budget`` or ``steps`` is below 1.
 
+    >>> from relibra_jax import pack_samples
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
-    >>> load = jnp.array([[[8, 0]], [[8, 0]], [[0, 8]], [[0, 8]]])
-    >>> home, tokens = jnp.array([[0, 1]]), jnp.array([8, 8, 8, 8])
-    >>> options = dict(num_micro_batches=2, key=jax.random.key(0), steps=50)
-    >>> sample = assign_samples(load, tokens, home, topology, **options).sample
-    >>> (sample // 2).tolist()  # one sample of each kind in each micro-batch, on the node of its expert
-    [[[[0]], [[1]]], [[[0]], [[1]]]]
+    >>> batch = Batch(jnp.array([[[8, 0]], [[8, 0]], [[0, 8]], [[0, 8]]]), jnp.array([8, 8, 8, 8]))
+    >>> placement = Placement.without_residents(jnp.array([[0, 1]]), topology)
+    >>> start = pack_samples(batch.lengths, topology, num_micro_batches=2)
+    >>> sample = assign_samples(batch, placement, topology, start=start, key=jax.random.key(0), steps=50).sample
+    >>> (sample // 2)[..., 0].tolist()  # one sample of each kind in each micro-batch
+    [[[0], [1]], [[0], [1]]]
     """
-    samples, layers, experts = sample_load.shape
+    samples, layers = batch.sample_load.shape[:2]
     nodes, ranks = topology.num_nodes, topology.num_ranks
-    if samples_per_rank is None:
-        samples_per_rank = -(-samples // max(num_micro_batches * ranks, 1))
-    if tokens.shape != (samples,) or home.shape != (layers, experts) or experts != topology.num_experts:
-        raise ValueError(
-            f"sample_load{list(sample_load.shape)}, tokens{list(tokens.shape)} and home{list(home.shape)} must agree"
-            f" on samples, layers and {topology.num_experts} experts"
-        )
-    check_micro_batches(samples, num_micro_batches)
-    check_room(samples, topology, num_micro_batches, samples_per_rank)
-    if refine is not None:
-        check_shape(
-            "refine",
-            refine.sample.shape,
-            (num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank),
-        )
+    _check(batch, placement, topology, start, token_budget=token_budget, steps=steps)
+    if key is None:
+        raise ValueError("assign_samples needs a random key: plan_batch(..., key=jax.random.key(0))")
     if steps is None:
-        steps = min(max(samples**2 // 4, 100), 8_000)
-        steps = steps if refine is None else max(steps // 4, 100)
-    for name, value, least in (
-        ("token_budget", token_budget, 1),
-        ("steps", steps, 1),
-        ("attention_cost", attention_cost, 0),
-        ("crossing_cost", crossing_cost, 0),
-    ):
-        if not value >= least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+        steps = max(min(max(samples**2 // 4, 100), 8_000) // 4, 100)
 
-    total = jnp.maximum(jnp.asarray(tokens).sum(dtype=jnp.float32), 1)
-    numbers = jnp.asarray(tokens, jnp.float32)
-    attention, crossing_price = jnp.float32(attention_cost) * numbers, jnp.float32(crossing_cost)
-    if cost is not None:
-        compute = jnp.float32(cost.copy) * sample_load.sum(dtype=jnp.float32) / (layers * total)  # of a token
-        attention, crossing_price = (
-            sample_attention(numbers, cost) / compute,
-            jnp.float32(cost.crossing) / compute,
-        )
+    lengths = jnp.asarray(batch.lengths)
+    total = jnp.maximum(lengths.sum(dtype=jnp.float32), 1)
+    load = batch.sample_load.sum(dtype=jnp.float32)
+    compute = jnp.float32(price.copy) * load / (layers * total)  # of a token
+    attention = sample_attention(jnp.asarray(lengths, jnp.float32), price) / compute
+    crossing_price = jnp.float32(price.crossing) / compute
     groups = min(layers, max(1, MAX_COUNTERS // ranks))
-    crossing = crossings_by_node(
-        sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
-    )
-    length = jnp.append(jnp.asarray(tokens, jnp.int32), 0)
-    by_length = cost is not None
-    sample = _pack_positions(length[:-1], topology, num_micro_batches, samples_per_rank, by_length=by_length)
-    hottest = jnp.float32(HOTTEST)
-    if refine is not None:
-        start = jnp.asarray(refine.sample, jnp.int32).reshape(sample.shape)
-        refining = (start != EMPTY).any()
-        sample = jnp.where(refining, jnp.where(start == EMPTY, samples, start), sample)
-        hottest = jnp.where(refining, jnp.float32(REFINING), hottest)
+    crossing = crossings_by_node(batch, placement, topology, hierarchical=price.hierarchical, groups=groups)
+    length = jnp.append(jnp.asarray(lengths, jnp.int32), 0)
+    micro_batches, *_, samples_per_rank = start.sample.shape
+    sample = jnp.asarray(start.sample, jnp.int32).reshape(micro_batches, -1)
+    sample = jnp.where(sample == EMPTY, samples, sample)
     problem = SampleProblem(
-        jnp.pad(_node_share(sample_load, home, nodes), ((0, 1), (0, 0))),
+        jnp.pad(_node_share(batch.sample_load, placement.home, nodes), ((0, 1), (0, 0))),
         length,
         jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (crossing_price * ranks / total),
         jnp.append(attention, 0) * (ranks / total),
         _budgets(length, sample, ranks, token_budget),
     )
-    hierarchical = cost is not None and cost.hierarchical
-    sample = search_samples(
-        problem, sample, key, topology, hierarchical=hierarchical, steps=steps, hottest=hottest
-    )
-    sample = sample.reshape(num_micro_batches, ranks, samples_per_rank)
+    sample = search_samples(problem, sample, key, topology, hierarchical=price.hierarchical, steps=steps)
+    sample = sample.reshape(micro_batches, ranks, samples_per_rank)
     sample = _exchange_ranks(sample, problem.crossing.sum((2, 3)), topology)
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
-    return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
+    return Assignment(sample.reshape(start.sample.shape))
 
 
-def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: int, *, by_length: bool):
-    """Pack samples and return them by position, ``[M positions]``; an empty position holds the number of samples.
-
-    With one position for each rank, micro-batches have equal numbers of samples: in the order of their lengths, so that
-    no micro-batch waits for a sample that is much longer than its others, or with equal numbers of tokens.
-    """
-    samples, ranks = len(tokens), topology.num_ranks
-    if room > 1:
-        options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
-        sample = jnp.asarray(pack_samples(tokens, topology, **options).sample)
-        sample = sample.reshape(num_micro_batches, ranks * room)
-        return jnp.where(sample == EMPTY, samples, sample)
-    if by_length:
-        order = jnp.argsort(-jnp.asarray(tokens), stable=True).astype(jnp.int32)
-        place = assign_in_order(samples, topology, num_micro_batches=num_micro_batches).sample
-        place = place.reshape(num_micro_batches, ranks)
-        return jnp.where(place == EMPTY, samples, order[place])
-    micro_batch, rank = lightest_pack(tokens, jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
-    no_samples = jnp.full((num_micro_batches, ranks), samples, jnp.int32)
-    return no_samples.at[micro_batch, rank].set(jnp.arange(samples, dtype=jnp.int32))
+def _check(
+    batch: Batch,
+    placement: Placement,
+    topology: Topology,
+    start: Assignment,
+    *,
+    token_budget: float,
+    steps: int | None,
+) -> None:
+    samples, layers, experts = batch.sample_load.shape
+    home, lengths = placement.home.shape, batch.lengths.shape
+    if lengths != (samples,) or home != (layers, experts) or experts != topology.num_experts:
+        raise ValueError(
+            f"sample_load{[samples, layers, experts]}, lengths{list(lengths)} and home{list(home)} must agree on"
+            f" samples, layers and {topology.num_experts} experts"
+        )
+    grid = (topology.num_nodes, topology.ranks_per_node)
+    check_shape("nodes and ranks of start", start.sample.shape[1:3], grid)
+    if start.sample.size < samples:
+        raise ValueError(f"start has {start.sample.size} positions, too few for {samples} samples")
+    for name, value in (("token_budget", token_budget), ("steps", 1 if steps is None else steps)):
+        if not value >= 1:
+            raise ValueError(f"{name}={value} must be at least 1")
 
 
 def _node_share(sample_load, home, nodes):

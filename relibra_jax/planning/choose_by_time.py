@@ -6,16 +6,15 @@ attention hides the transfer. Both are alternatives in the ablation.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float
 
-from relibra_jax.contract.types import Array, Plan, Planner, Price, TokenSample, Topology, layer_plans
+from relibra_jax.contract.planner import Placement, Planner, PlanRequest
+from relibra_jax.contract.types import Array, Plan, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time, push_time
 from relibra_jax.cost.step_time import layer_time, rank_time
-from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
 
 
@@ -31,10 +30,10 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
         planners: the planners to choose from. Each keeps its own state, as if it ran alone.
 
     Returns:
-        A Planner whose state is the tuple of the planners' states. Its ``update`` needs ``cost`` and ``tokens``.
+        A Planner whose state is the tuple of the planners' states.
 
     Raises:
-        ValueError: if ``planners`` is empty; from ``update``, if it gets no ``cost`` or ``tokens``.
+        ValueError: if ``planners`` is empty.
     """
     if not planners:
         raise ValueError("cheapest needs at least one planner")
@@ -42,27 +41,18 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
     def init(topology: Topology, num_layers: int, *, key: jax.Array) -> tuple:
         return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
 
-    def update(
-        load: Int[Array, "M L N G E"],
-        state: tuple,
-        topology: Topology,
-        *,
-        cost: Price | None = None,
-        tokens: TokenSample | None = None,
-        **extra: Any,
-    ) -> tuple[Plan, tuple]:
-        if cost is None or tokens is None:
-            raise ValueError("cheapest compares modelled times, so it needs cost and tokens")
-        extra |= {"cost": cost, "tokens": tokens}
-        each = zip(map(with_extra_args, planners), state, strict=True)
-        plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
-        flat = dataclasses.replace(cost, hierarchical=False, between="ragged", fetches="ragged", gather=0.0)
-        attention = cost.token * jnp.asarray(load[:, 0]).sum(-1) / tokens.expert_ids.shape[-1]
+    def update(request: PlanRequest, state: tuple, topology: Topology) -> tuple[Plan, tuple]:
+        each = zip(planners, state, strict=True)
+        plans, states = zip(*(p.update(request, own, topology) for p, own in each), strict=True)
+        price = request.price
+        flat = dataclasses.replace(price, hierarchical=False, between="ragged", fetches="ragged", gather=0.0)
+        attention = price.token * _positions(request)
         best, least = plans[0], None
         for plan in plans:
-            ranks = rank_time(layer_plans(plan, load), attention, topology, flat)
+            ranks = rank_time(layer_plans(plan, request.load), attention, topology, flat)
             pushes = jax.vmap(
-                lambda slots, home: push_time(Plan(slots[:, None], home[None], slots), topology, cost), (1, 0)
+                lambda slots, home: push_time(Plan(slots[:, None], home[None], slots), topology, price),
+                (1, 0),
             )(plan.slot_expert, plan.home)
             time = layer_time(ranks).total.sum(0) + pushes
             if least is not None:
@@ -72,38 +62,29 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
             least = time
         return best, states
 
-    return Planner(init, update)
+    uses_transitions = any(planner.uses_transitions for planner in planners)
+    return Planner(init, update, uses_transitions=uses_transitions)
 
 
-def replicate_while_hidden(
-    load: Int[Array, "M L E"],
-    home: Int[Array, "L E"],
-    topology: Topology,
-    *,
-    cost: Price,
-    tokens: TokenSample,
-    **options,
-) -> Plan:
+def replicate_while_hidden(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
     """Add replicas on any node if attention hides their transfer in modelled time, else only inside the expert's node.
 
-    Args:
-        load: token copies of each expert, from all ranks together.
-        home: flat home slot of each expert.
-        topology: the expert-parallel group.
-        cost: the unit times. The time of attention is that of the mean rank without the part that grows with the
-            square of a sample, which is at most that of the slowest rank, so the choice is conservative.
-        tokens: sampled tokens, which tell the number of experts of a token.
-        **options: additional keyword arguments of `relibra_jax.planning.replication.replicate_experts`.
-
-    Returns:
-        A Plan.
+    The time of attention is that of the mean rank without the part that grows with the square of a sample, which is at
+    most that of the slowest rank, so the choice is conservative. This function is a
+    `relibra_jax.contract.planner.Replicate`.
     """
-    inside_nodes = replicate_experts(load, home, topology, **options)
-    on_any_node = replicate_experts(load, home, topology, across_nodes=True, **options)
-    positions = jnp.asarray(load).sum(-1) / (tokens.expert_ids.shape[-1] * topology.num_ranks)
-    transfers = fetch_time(layer_plans(on_any_node, None), topology, cost).max((-2, -1))
-    hidden = transfers <= cost.token * positions
-    return _choose(hidden, on_any_node, inside_nodes, jnp.ones(home.shape[0], bool))
+    inside_nodes = replicate_experts(request, placement, topology)
+    on_any_node = replicate_experts(request, placement, topology, across_nodes=True)
+    positions = _positions(request).mean((1, 2))
+    transfers = fetch_time(layer_plans(on_any_node, None), topology, request.price).max((-2, -1))
+    hidden = transfers <= request.price.token * positions[:, None]
+    return _choose(hidden, on_any_node, inside_nodes, jnp.ones(len(placement.home), bool))
+
+
+def _positions(request: PlanRequest) -> Float[jax.Array, "M N G"]:
+    """Return the tokens of each rank. The routes tell the number of experts of a token; without routes it is 1."""
+    top_k = 1 if request.routes is None else request.routes.expert_ids.shape[-1]
+    return jnp.asarray(request.load)[:, 0].sum(-1) / top_k
 
 
 def _choose(rows: Bool[Array, "M L"], first: Plan, second: Plan, layers: Bool[Array, " L"]) -> Plan:

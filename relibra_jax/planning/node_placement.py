@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
-from relibra_jax.contract.types import Price, TokenSample, Topology
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import Price, Topology
+from relibra_jax.planning.node_search import HOTTEST, NodeProblem, search_nodes
 from relibra_jax.planning.residents import choose_residents
-from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import TokenBits, token_bits
 
 ALTERNATIONS: Final = 2
@@ -23,10 +24,6 @@ ALTERNATIONS: Final = 2
 search the modelled time of recorded loads on four nodes was 1.4% longer; a third search changed nothing."""
 HOTTEST_LATER: Final = 1e-3
 """The initial temperature of annealing from the second search on."""
-CROSSING: Final = 0.5
-"""The time in which all tokens of a node cross, in units of its balanced compute, if no cluster is given. By the cost
-model, on NVLink nodes with 8 x 400 Gb/s between them, it is 0.57 for gpt-oss-20b, 0.54 for Qwen3-235B, 0.40 for
-DeepSeek-V3 and 1.07 for Qwen3-30B."""
 
 
 class NodePlacement(NamedTuple):
@@ -38,53 +35,42 @@ class NodePlacement(NamedTuple):
     """Whether a node keeps a copy of an expert."""
 
 
-class Prices(NamedTuple):
+class RelativePrices(NamedTuple):
     """Times of transfers, in units of the balanced compute of a layer in a batch."""
 
     crossing: Float[jax.Array, ""] | float
     """The time in which all tokens of a node cross, or one copy of each on the flat path."""
     move: Float[jax.Array, ""] | float
-    """The time of moving one expert to another node."""
+    """The time of moving one expert to another rank."""
     push: Float[jax.Array, ""] | float
     """The time of pushing one resident to a node and returning its gradient, in all updates of the batch."""
 
 
 def relative_prices(
-    cost: Price | None,
-    copies: Float[jax.Array, ""],
-    topology: Topology,
-    *,
-    num_layers: int,
-    top_k: int,
-    horizon: float,
-    move_cost: float,
-) -> Prices:
-    """Convert unit times to prices relative to balanced compute.
+    price: Price, copies: Float[jax.Array, ""], topology: Topology, *, num_layers: int, top_k: int
+) -> RelativePrices:
+    """Convert a price to units of balanced compute.
 
     A batch waits for the transfers of the busiest rank, whose number exceeds the mean by more if there are fewer
     layers. The estimate assumes that a quarter of the experts move.
 
     Args:
-        cost: the unit times. None takes `CROSSING`, ``move_cost``, and residents without cost.
+        price: the price of the batch.
         copies: the number of token copies of a layer in the batch.
         topology: the expert-parallel group.
         num_layers: L, the number of MoE layers.
         top_k: K, the number of experts of a token.
-        horizon: the number of batches over which the time of a move is spread.
-        move_cost: the price of moving all experts, divided by the square root of N, if there is no ``cost``.
 
     Returns:
         The prices of crossings, moves and pushes.
     """
-    if cost is None:
-        return Prices(CROSSING, move_cost * topology.num_nodes**0.5 / topology.num_experts, 0.0)
-    compute = jnp.float32(cost.copy) * jnp.maximum(copies, 1) / cost.data_parallel  # of all ranks together
+    compute = jnp.float32(price.copy) * jnp.maximum(copies, 1) / price.data_parallel  # of all ranks together
     moves = _busiest_over_mean(num_layers * topology.home_slots / 4, topology)
     pushes = _busiest_over_mean(float(num_layers * max(topology.resident_slots, 1)), topology)
-    return Prices(
-        jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k),
-        jnp.float32(cost.move * moves) / (compute * horizon),  # by all ranks in parallel
-        jnp.float32(cost.push * pushes) * topology.num_nodes / compute,  # by the ranks of a node in parallel
+    return RelativePrices(
+        jnp.float32(price.crossing) / (jnp.float32(price.copy) * top_k),
+        jnp.float32(price.move * moves) / compute,  # by all ranks in parallel
+        jnp.float32(price.push * pushes) * topology.num_nodes / compute,  # by the ranks of a node in parallel
     )
 
 
@@ -99,7 +85,7 @@ def _busiest_over_mean(mean: float, topology: Topology) -> float:
 
 def place_on_nodes(
     load: Float[jax.Array, "N E M L"],
-    tokens: TokenSample,
+    routes: PlacedRoutes,
     old_node: Int[jax.Array, "E L"],
     start: Int[jax.Array, "E L"],
     topology: Topology,
@@ -107,14 +93,14 @@ def place_on_nodes(
     key: PRNGKeyArray,
     steps: int,
     hottest: Float[jax.Array, ""] | float = HOTTEST,
-    prices: Prices,
+    prices: RelativePrices,
     hierarchical: bool = True,
 ) -> NodePlacement:
     """Choose the nodes of homes and residents by modelled time.
 
     Args:
         load: the number of token copies by the node that holds them.
-        tokens: sampled tokens of the same batch.
+        routes: the routes of sampled tokens of the same batch.
         old_node: the node of each expert before the batch.
         start: the node of each expert from which the search starts.
         topology: the expert-parallel group.
@@ -127,8 +113,8 @@ def place_on_nodes(
     Returns:
         The nodes of homes and residents.
     """
-    nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
-    bits, judge = token_bits(tokens, topology, num_micro_batches=load.shape[2], scale=2).halves()
+    nodes, top_k = topology.num_nodes, routes.expert_ids.shape[-1]
+    bits, judge = token_bits(routes, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     searches = ALTERNATIONS if topology.resident_slots else 1
     crossing = prices.crossing
@@ -141,10 +127,11 @@ def place_on_nodes(
 
     def search(number, home_node, resident):
         is_resident = resident[:, :, None]
+        held = resident.swapaxes(0, 1)[:, None, :, None]
 
         def to_home(tokens: TokenBits) -> TokenBits:
             """Leave out the tokens whose node holds the expert as a resident."""
-            return tokens._replace(bits=jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits))
+            return tokens._replace(bits=jnp.where(held, 0, tokens.bits))
 
         problem = NodeProblem(
             jnp.where(is_resident, 0, share).sum(0),
@@ -183,7 +170,7 @@ def keep_residents(
     bits: TokenBits | None,
     home_node: Int[jax.Array, "E L"],
     topology: Topology,
-    prices: Prices,
+    prices: RelativePrices,
     *,
     top_k: int,
 ) -> Bool[jax.Array, "N E L"]:

@@ -10,251 +10,204 @@ into bins of equal size, and we
 
 The first term is the imbalance over the batch. ``cost`` is, in the same unit, the part that does not depend on the
 other items: the price of moving an expert and of token copies that cross nodes. The search itself is in
-`relibra_jax.planning.annealing`.
+`relibra_jax.planning.bin_search`.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, Num, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
-from relibra_jax.contract.types import EMPTY, Array, Price, TokenSample, Topology
-from relibra_jax.planning import time_search
-from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
-from relibra_jax.planning.node_placement import Prices, keep_residents, place_on_nodes, relative_prices
+from relibra_jax.contract.planner import Placement, PlanRequest
+from relibra_jax.contract.types import EMPTY, Array, Topology
+from relibra_jax.planning import bin_search, node_search
+from relibra_jax.planning.bin_search import Bins, search_bins
+from relibra_jax.planning.node_placement import (
+    RelativePrices,
+    keep_residents,
+    place_on_nodes,
+    relative_prices,
+)
 from relibra_jax.planning.residents import residents_on_ranks
-from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.support.limits import check_integer
 
-MOVE_COST_INSIDE: Final = 4
-"""The factor by which a move between ranks of a node costs more than a move between nodes. Replicas absorb the
-imbalance that remains there: on recorded loads this factor left balance and replicas unchanged and saved 41% (2 nodes)
-and 20% (4 nodes) of the moves."""
-
-STATIC_ARGUMENTS: Final = ("topology", "steps", "move_cost", "crossing_cost", "horizon")
-"""The arguments of `place_by_search` that are static under jit."""
+REFINING: Final = 3e-4
+"""The initial temperature of a search that starts from ``request.start``. A higher one would lose the given homes."""
 
 
-class Placement(NamedTuple):
-    """The homes and residents of a whole batch."""
+class Search(Protocol):
+    """Put items into bins, as `relibra_jax.planning.bin_search.search_bins` does."""
 
-    home: Int[jax.Array, "L E"]
-    """Flat home slot of each expert, int32; exactly H experts per rank."""
-    resident: Int[jax.Array, "L N G B"]
-    """The logical expert in each resident slot, EMPTY for none; never an expert whose home is on that node."""
-
-
-type Search = Callable[..., jax.Array]
-"""``(start, key, *, steps, hottest) -> item[I rows]``, with the contract of `relibra_jax.planning.annealing.anneal`."""
+    def __call__(
+        self, start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float
+    ) -> Int[jax.Array, "I rows"]: ...
 
 
-@functools.partial(jax.jit, static_argnames=STATIC_ARGUMENTS)
+@functools.partial(jax.jit, static_argnames=("topology", "steps", "search"))
 def place_experts(
-    load: Int[Array, "M L E"],
+    request: PlanRequest,
     previous_home: Int[Array, "L E"],
     topology: Topology,
     *,
     key: PRNGKeyArray,
     steps: int | None = None,
-    move_cost: float = 0.02,
-    source_load: Num[Array, "M L N E"] | None = None,
-    crossing_cost: float = 0.1,
-    tokens: TokenSample | None = None,
-    cost: Price | None = None,
-    horizon: float = 1.0,
-    refine: Int[Array, "L E"] | None = None,
+    search: Search = search_bins,
 ) -> Placement:
     """Choose the home of every expert and the residents for a batch so that the batch takes the least time.
 
-    With ``tokens`` the search minimises modelled time: the largest node load and the busiest exchange of every
-    micro-batch, weighed by ``cost``, and the time of moving experts and pushing residents
-    (`relibra_jax.planning.node_placement`). If there are replica slots, the ranks of a node are then left to replicas.
-    Without tokens, or on one node, where nothing crosses, the search minimises imbalance over nodes and inside them,
-    with prices for moves and for copies that cross, which ``cost`` gives as well. In every layer the result is at least
-    as good as the start, so experts move only if the gain pays for the move.
+    With ``request.routes`` the search minimises modelled time: the largest node load and the busiest exchange of every
+    micro-batch, and the time of moving experts and pushing residents (`relibra_jax.planning.node_placement`). If there
+    are replica slots, the ranks of a node are then left to replicas. Without routes, or on one node, where nothing
+    crosses, the search minimises imbalance over nodes and inside them, with prices for moves and for copies that cross.
+    In every layer the result is at least as good as the start, so experts move only if the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the module docstring states the objective.
 
     Args:
-        load: the number of token copies for each expert, summed over ranks; used as float32 shares.
+        request: the load of the batch, the routes of sampled tokens, the price, and the homes to start from. Without a
+            start, the search starts from ``previous_home``. With one, it starts at a lower temperature, and so stays
+            close to it; if all its entries are EMPTY, it starts from ``previous_home`` too, but takes fewer steps by
+            default, because more rounds follow. Without routes, every copy that leaves its node pays for a crossing.
         previous_home: flat home slot of each expert before the batch. An expert that stays on its rank keeps its slot;
-            an expert that moves is charged for the move.
+            an expert that moves pays for the move.
         topology: the expert-parallel group. Of ``replica_slots``, only whether there are any matters.
         key: random key, consumed; the same key gives the same placement.
         steps: the number of annealing steps between nodes; inside nodes it is a quarter. 40,000 is thorough. A search
             for time takes a tenth of these steps, because each of them prices sets of tokens. None takes ten steps per
-            pair of experts, at most 10,000, and a quarter of that if placement and assignment alternate (``refine`` is
-            given). An explicit number applies to each round.
-        move_cost: the price of moving experts between ranks or nodes, in units of imbalance: moving all experts of a
-            layer to other nodes must lower its imbalance by this much times the square root of N, because the possible
-            gain also grows with N. 0 searches thoroughly. ``cost`` replaces it.
-        source_load: the number of token copies by the node that holds them. None assumes the same number on each node.
-        crossing_cost: the imbalance worth accepting to avoid all crossings, if there are neither ``tokens`` nor a
-            ``cost``. The default takes only savings that cost no balance; 1 costs balance on recorded loads.
-        tokens: sampled tokens of the batch. None searches for balance.
-        cost: the unit times of the cluster and the model. Without ``tokens``, every copy that leaves its node costs a
-            crossing. Without ``cost``, all tokens of a node cross in half the time of its balanced compute
-            (`relibra_jax.planning.node_placement.CROSSING`), and moves cost ``move_cost``.
-        horizon: the number of batches that a placement is expected to serve. The time of a move is divided by it.
-        refine: homes for similar loads, such as those before samples were reassigned. The search starts from them at
-            a lower temperature, and so stays close to them. None starts from ``previous_home``. If all entries are
-            EMPTY, the search also starts from ``previous_home``, but takes fewer steps by default, because more rounds
-            follow.
+            pair of experts, at most 10,000, and a quarter of that if the request has a start. An explicit number
+            applies to each round.
+        search: the search that puts experts into nodes and ranks. With routes, it does not solve the level of nodes.
 
     Returns:
         The homes and residents of the batch.
 
     Raises:
-        ValueError: if ``steps`` is not an integer of at least 1 that fits int32, if a cost is not in 0..1e9, if
-            ``horizon`` is not positive, or if the shapes disagree with the topology.
+        ValueError: if ``steps`` is not an integer of at least 1 that fits int32, or if the shapes disagree with the
+            topology.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
-    >>> load = jnp.array([[[9, 8, 2, 1]], [[7, 9, 2, 2]]])
-    >>> home = place_experts(load, jnp.array([[0, 1, 2, 3]]), topology, key=jax.random.key(0)).home
+    >>> load = jnp.array([[[[[9, 8, 2, 1]], [[0, 0, 0, 0]]]], [[[[7, 9, 2, 2]], [[0, 0, 0, 0]]]]])
+    >>> home = place_experts(PlanRequest(load), jnp.array([[0, 1, 2, 3]]), topology, key=jax.random.key(0)).home
     >>> (home // topology.home_slots).tolist()
     [[0, 1, 1, 0]]
     """
-    return place_by_search(
-        anneal,
-        load,
-        previous_home,
-        topology,
-        key=key,
-        steps=steps,
-        move_cost=move_cost,
-        source_load=source_load,
-        crossing_cost=crossing_cost,
-        tokens=tokens,
-        cost=cost,
-        horizon=horizon,
-        refine=refine,
-    )
-
-
-def place_by_search(
-    search: Search,
-    load: Int[Array, "M L E"],
-    previous_home: Int[Array, "L E"],
-    topology: Topology,
-    *,
-    key: PRNGKeyArray,
-    steps: int | None = None,
-    move_cost: float = 0.02,
-    source_load: Num[Array, "M L N E"] | None = None,
-    crossing_cost: float = 0.1,
-    tokens: TokenSample | None = None,
-    cost: Price | None = None,
-    horizon: float = 1.0,
-    refine: Int[Array, "L E"] | None = None,
-) -> Placement:
-    """Run `place_experts` with any search for items in bins.
-
-    Args:
-        search: the search that solves each level. With ``tokens``, it does not solve the level of nodes.
-        load, previous_home, topology, key, steps, move_cost, source_load, crossing_cost, tokens, cost, horizon, refine:
-            the arguments of `place_experts`.
-
-    Returns:
-        The homes and residents of the batch.
-
-    Raises:
-        ValueError: under the conditions of `place_experts`.
-    """
     if steps is None:
         steps = min(10 * topology.num_experts**2, 10_000)
-        steps = steps if refine is None else max(steps // 4, 1)
-    _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
-    check_positive("horizon", horizon)
-    nodes, locals_ = topology.num_nodes, topology.ranks_per_node
-    layers, experts = previous_home.shape
-    per_node = experts // nodes
-    previous = jnp.asarray(previous_home, jnp.int32)
-    refine = jnp.full_like(previous, EMPTY) if refine is None else jnp.asarray(refine, jnp.int32)
-    refining = (refine != EMPTY).all()
-    home = jnp.where(refining, refine, previous)
-    # Layers come last from here on, as in `Bins`.
-    load = jnp.asarray(load, jnp.float32).transpose(2, 0, 1)
-    if source_load is None:  # the same on every node, so that crossings do not favour any node
-        by_source = jnp.broadcast_to(load[None] / nodes, (nodes, *load.shape))
-    else:
-        by_source = jnp.asarray(source_load, jnp.float32).transpose(2, 3, 0, 1)
+        steps = steps if request.start is None else max(steps // 4, 1)
+    _check(request.load.shape, previous_home.shape, topology, steps)
+    view = _view(request, previous_home, topology)
     for_nodes, for_ranks = jax.random.split(key)
+    level = functools.partial(_place_level, search, view, nodes=topology.num_nodes)
     # On one node nothing crosses, so only balance counts.
-    in_time, replicas = tokens is not None and nodes > 1, topology.replica_slots > 0
-    # If tokens are not counted, every copy crosses by itself.
-    top_k = tokens.expert_ids.shape[-1] if tokens is not None and in_time else 1
-    copies, options = load.sum() / layers, {"horizon": horizon, "move_cost": move_cost}
-    prices = relative_prices(cost, copies, topology, num_layers=layers, top_k=top_k, **options)
-    level = functools.partial(
-        _place_level,
-        search,
-        previous=previous,
-        crossing=(crossing_cost if cost is None else prices.crossing) * _crossing_share(by_source.sum(2)),
-        nodes=nodes,
-        move=None if cost is None else prices.move,
-        hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST)),
-    )
-    if tokens is not None and in_time:
-        home_node, resident = place_on_nodes(
-            by_source,
-            tokens,
-            (previous // per_node).T,
-            (home // per_node).T,
-            topology,
-            key=for_nodes,
-            steps=max(steps // 10, 1),
-            hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(time_search.HOTTEST)),
-            prices=prices,
-            hierarchical=cost is None or cost.hierarchical,
+    in_time, replicas = request.routes is not None and topology.num_nodes > 1, topology.replica_slots > 0
+    if in_time:
+        home, resident = _place_nodes_in_time(
+            request, view, topology, key=for_nodes, steps=max(steps // 10, 1)
         )
-        home = jax.vmap(_keep_slots, (1, 0, None))(home_node, previous, per_node)
     else:
-        bins, level_key = (nodes, for_nodes) if replicas else (nodes * locals_, jax.random.split(key, 1)[0])
-        home = level(home, load, 1, bins, steps=steps, move_cost=move_cost, key=level_key)
-        home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0) if cost is None else prices
-        resident = keep_residents(by_source, None, home_node, topology, by_copies, top_k=1)
-    at_home = jnp.where(resident[:, :, None], 0, by_source).sum(0) if topology.resident_slots else load
+        bins = topology.num_nodes if replicas else topology.num_ranks
+        home = level(view.home, view.load, 1, bins, steps=steps, key=for_nodes)
+        home_node = (home // (topology.num_experts // topology.num_nodes)).T
+        resident = keep_residents(view.by_source, None, home_node, topology, view.prices, top_k=1)
+    at_home = (
+        jnp.where(resident[:, :, None], 0, view.by_source).sum(0) if topology.resident_slots else view.load
+    )
     # Replicas even out the ranks of a node, so in a search for time no move inside a node pays. A search for balance
     # evens out the ranks, so that fewer replicas are needed; without replica slots its single level has done that.
     if in_time != replicas:
-        factor = MOVE_COST_INSIDE if replicas else 1
-        inside = {"move_cost": move_cost * factor, "move": None if cost is None else prices.move * factor}
-        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), **inside, key=for_ranks)
-    return Placement(home, residents_on_ranks(resident, by_source.sum(2), at_home.sum(1), home, topology))
+        inside = (topology.num_nodes, topology.ranks_per_node)
+        home = level(home, at_home, *inside, steps=max(steps // 4, 1), key=for_ranks)
+    copies, home_copies = view.by_source.sum(2), at_home.sum(1)
+    return Placement(home, residents_on_ranks(resident, copies, home_copies, home, topology))
+
+
+class _View(NamedTuple):
+    """The inputs of the searches. Layers are the last axis of loads, as in `Bins`."""
+
+    load: Float[jax.Array, "E M L"]
+    by_source: Float[jax.Array, "N E M L"]
+    """The load by the node that holds the tokens."""
+    previous: Int[jax.Array, "L E"]
+    """Flat home slot of each expert before the batch."""
+    home: Int[jax.Array, "L E"]
+    """The homes at which the search starts."""
+    refining: Int[jax.Array, ""] | jax.Array
+    """Whether the search starts from homes that were found for the same batch."""
+    prices: RelativePrices
+
+
+def _view(request: PlanRequest, previous_home: Int[Array, "L E"], topology: Topology) -> _View:
+    previous = jnp.asarray(previous_home, jnp.int32)
+    start = jnp.full_like(previous, EMPTY) if request.start is None else jnp.asarray(request.start, jnp.int32)
+    refining = (start != EMPTY).all()
+    load = jnp.asarray(request.by_expert, jnp.float32).transpose(2, 0, 1)
+    by_source = jnp.asarray(request.by_node, jnp.float32).transpose(2, 3, 0, 1)
+    in_time = request.routes is not None and topology.num_nodes > 1
+    # If tokens are not counted, every copy crosses by itself.
+    top_k = request.routes.expert_ids.shape[-1] if request.routes is not None and in_time else 1
+    layers = len(previous)
+    prices = relative_prices(request.price, load.sum() / layers, topology, num_layers=layers, top_k=top_k)
+    return _View(load, by_source, previous, jnp.where(refining, start, previous), refining, prices)
+
+
+def _place_nodes_in_time(
+    request: PlanRequest, view: _View, topology: Topology, *, key: PRNGKeyArray, steps: int
+) -> tuple[Int[jax.Array, "L E"], jax.Array]:
+    """Place experts on nodes for time, and return the homes, and whether each node has a resident, ``[N E L]``."""
+    assert request.routes is not None
+    per_node = topology.num_experts // topology.num_nodes
+    home_node, resident = place_on_nodes(
+        view.by_source,
+        request.routes,
+        (view.previous // per_node).T,
+        (view.home // per_node).T,
+        topology,
+        key=key,
+        steps=steps,
+        hottest=jnp.where(view.refining, jnp.float32(REFINING), jnp.float32(node_search.HOTTEST)),
+        prices=view.prices,
+        hierarchical=request.price.hierarchical,
+    )
+    return jax.vmap(_keep_slots, (1, 0, None))(home_node, view.previous, per_node), resident
 
 
 def _place_level(
-    search, home, load, domains, bins, *, previous, crossing, nodes, steps, move_cost, move, hottest, key
-):
-    """Search the experts of each domain for its bins, and return the new homes.
-
-    The price of one move is ``move``, or that part of ``move_cost`` which is one expert's if ``move`` is None.
-    """
+    search: Search,
+    view: _View,
+    home,
+    load,
+    domains: int,
+    bins: int,
+    *,
+    nodes: int,
+    steps: int,
+    key: PRNGKeyArray,
+) -> Int[jax.Array, "L E"]:
+    """Search the experts of each domain for its bins, and return the new homes."""
     layers, experts = home.shape
     size = experts // (domains * bins)
     if bins == 1 or (size == 1 and domains == nodes):
         return home  # one bin, or one expert per rank of a node: nothing to gain
-    if move is None:
-        move = move_cost * bins**0.5 / (experts // domains)
-    start = _fill_bins(load, previous, home, crossing, domains, bins, move)
+    crossing = view.prices.crossing * _crossing_share(view.by_source.sum(2))
+    start = _fill_bins(load, view.previous, home, crossing, domains, bins, view.prices.move)
+    hottest = jnp.where(view.refining, jnp.float32(REFINING), jnp.float32(bin_search.HOTTEST))
     item = search(start, key, steps=steps, hottest=hottest)
     new_bin = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
     new_bin = (new_bin + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
     new_bin = jnp.take_along_axis(new_bin, home, axis=-1)
-    return jax.vmap(_keep_slots, (0, 0, None))(new_bin, previous, size)
+    return jax.vmap(_keep_slots, (0, 0, None))(new_bin, view.previous, size)
 
 
-def _check(load, home, topology, steps, move_cost, crossing_cost):
-    experts = topology.num_experts
-    if load[-1] != experts or home != (load[1], experts):
+def _check(load, home, topology: Topology, steps: int) -> None:
+    grid, experts = (topology.num_nodes, topology.ranks_per_node), topology.num_experts
+    if load[2:] != (*grid, experts) or home != (load[1], experts):
         raise ValueError(
-            f"load{list(load)} and previous_home{list(home)} must agree on layers and {experts} experts"
+            f"load{list(load)} and previous_home{list(home)} must agree on layers, {grid[0]} nodes x {grid[1]} ranks"
+            f" and {experts} experts"
         )
     check_integer("steps", steps, least=1)
-    check_not_negative("move_cost", move_cost)
-    check_not_negative("crossing_cost", crossing_cost)
 
 
 def _crossing_share(source_load):

@@ -1,187 +1,268 @@
-"""The entry points for planning one batch: `plan_batch` from a routing replay, `plan_loads` from token counts.
+"""The door to planning: `plan_batch` plans one batch, of one stage or of several.
 
-Both assign the samples to micro-batches and ranks, and the experts to slots, in alternating rounds
-(`relibra_jax.planning.alternation`). `relibra_jax.planning.plan_stages` plans several stages of a batch together.
+It assigns the samples to micro-batches and ranks, and the experts to slots, in alternating rounds
+(`relibra_jax.planning.rounds`).
 """
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, overload
 
-from jaxtyping import Float, Integer, PRNGKeyArray
+import jax
+from jaxtyping import PRNGKeyArray
 
+from relibra_jax.contract.check import check_homes
+from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import (
-    Array,
+    BALANCE,
     Assignment,
     BatchPlan,
-    Planner,
     Price,
     RoutingReplay,
     Topology,
-    Transitions,
     check_shape,
 )
-from relibra_jax.planning.alternation import Assign, check_search, plan_alternating
-from relibra_jax.planning.batch_counts import BatchCounts, check_counts, count_batch, widen_counts
-from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.assignment import Assign
+from relibra_jax.planning.batch import Batch, check_counts, count_batch, widen_counts
+from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
 from relibra_jax.planning.starts import start_assignment
-from relibra_jax.planning.token_sample import Routes
+from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a batch that runs in micro-batches of its own, such as a recompute or an update.
+
+    Before an update there is a forward pass for the old log-probabilities (the recompute). It keeps no activations for
+    a backward pass, so it may run in fewer and larger micro-batches, with its own assignment of samples. If a batch has
+    several updates, each has its own samples, and no sample moves to another update.
+    """
+
+    num_micro_batches: int
+    """M, the number of micro-batches. Those of data-parallel copies of the group count as additional micro-batches."""
+    samples: range | None = None
+    """The samples of the stage, as a range of consecutive samples of the batch. None for all samples."""
+    start: Assignment | None = None
+    """The assignment of the stage's samples for the first plan, with samples numbered as in the batch, for example from
+    `assign_in_order`. None assigns them by their lengths (`relibra_jax.planning.starts.start_assignment`)."""
+
+
+@overload
 def plan_batch(
-    replay: RoutingReplay,
+    batch: RoutingReplay | Batch,
     planner: Planner,
     state: Any,
     topology: Topology,
     *,
-    num_micro_batches: int,
-    start: Assignment | None = None,
+    stages: int,
+    cost: Price | Sequence[Price] = ...,
+    assign: Assign | None = ...,
+    key: PRNGKeyArray | None = ...,
+    rounds: int = ...,
+    start: Placement | None = ...,
+) -> tuple[BatchPlan, Any]: ...
+
+
+@overload
+def plan_batch(
+    batch: RoutingReplay | Batch,
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    stages: Sequence[Stage],
+    cost: Price | Sequence[Price] = ...,
+    assign: Assign | None = ...,
+    key: PRNGKeyArray | None = ...,
+    rounds: int = ...,
+    start: Placement | None = ...,
+) -> tuple[tuple[BatchPlan, ...], Any]: ...
+
+
+def plan_batch(
+    batch: RoutingReplay | Batch,
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    stages: int | Sequence[Stage],
+    cost: Price | Sequence[Price] = BALANCE,
     assign: Assign | None = None,
     key: PRNGKeyArray | None = None,
     rounds: int = 4,
-    cost: Price | None = None,
-    warm_start: Placement | None = None,
-) -> tuple[BatchPlan, Any]:
-    """Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots.
+    start: Placement | None = None,
+) -> tuple[BatchPlan | tuple[BatchPlan, ...], Any]:
+    """Plan a batch: assign samples to micro-batches and ranks, and experts to slots.
 
     Sample assignment depends on the homes of the experts, and placement depends on the ranks of the samples, so the two
-    alternate. The first plan is for the samples as ``start`` assigns them. Each of the ``rounds`` then assigns the
-    samples for the homes of the last plan, and plans again for the resulting loads, starting from those homes. Works
-    under jit.
+    alternate. The first plan is for the samples as the stages start. Each of the ``rounds`` then assigns the samples
+    for the homes of the last plan, and plans again for the resulting loads, starting from those homes. The plan with
+    the lowest price of all rounds is returned; if the planner can also leave experts at given homes, it never costs
+    more than that. Works under jit.
+
+    All stages share homes and residents, and are planned before the first one runs, as in ForeMoE (arXiv 2606.11867).
+    Planning them in one search is our addition: the planner sees the micro-batches of all stages as additional entries
+    of M. The search for homes weighs all stages equally. Weighing an update three times as much as a recompute changed
+    the modelled time of recorded routing by less than 0.5% either way, no more than a different seed does.
 
     Args:
-        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
+        batch: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts, or the
+            counts of its samples, for callers without a replay. Both give the same plan if the counts are those of
+            `relibra_jax.planning.batch.count_batch`.
         planner: any planner.
         state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
-        num_micro_batches: M, the number of micro-batches. The micro-batches of data-parallel copies of the group count
-            as additional micro-batches.
-        start: the sample assignment of the first plan, for example from `assign_in_order`. None assigns samples by
-            their lengths (`relibra_jax.planning.starts.start_assignment`).
+        stages: M, the number of micro-batches of a batch that runs in one stage, or the stages in their order, for
+            example ``(Stage(4), Stage(8, range(0, 16)), Stage(8, range(16, 32)))`` for a recompute of 32 samples and
+            two updates.
+        cost: the price, from `relibra_jax.cost.CostModel.price`, or one for each stage: with ``updates=0,
+            recompute=True`` for a recompute, and ``updates=1, recompute=False`` for an update. Moves are counted once,
+            and residents are pushed in all updates together. The default pays for balance alone, and therefore places
+            no residents.
         assign: the function that assigns samples to micro-batches and ranks, for example `assign_samples`. Pass the
             same object for every batch, or every batch compiles again. None keeps the first assignment.
         key: random key for ``assign``, consumed.
         rounds: the number of rounds of assignment and placement. Each round refines the result of the previous one, so
             many short rounds gain more than a few long ones. With three rounds instead of four, the modelled time of
             recorded loads is 0.2% to 0.5% longer.
-        cost: the unit times of the cluster and the model, from
-            `relibra_jax.cost.cost_model.CostModel.price`. With them the search minimises time, and the cheapest
-            plan of all rounds is returned; it never costs more than to leave the experts where they are. Without them
-            the search minimises imbalance. Residents are chosen by time in either case.
-        warm_start: the homes and residents from which the search starts, taken from a plan for the samples that had
-            finished earlier (`relibra_jax.planning.unfinished.fill_unfinished`). The first round then assigns samples
-            to them. With three quarters of the samples finished, two rounds came within 0.1% of the imbalance that four
-            rounds reach without a warm start, in 0.4 of the time (``python -m experiments.bench_warm_start`` on
-            recorded loads).
+        start: the homes and residents from which the search starts, taken from a plan for the samples that had finished
+            earlier (`fill_unfinished`). The first round then assigns samples to them. With three quarters of the
+            samples finished, two rounds came within 0.1% of the imbalance that four rounds reach without a start, in
+            0.4 of the time (``python -m experiments.bench_warm_start`` on recorded loads).
 
     Returns:
-        The batch plan, and the planner's state after this batch.
+        The batch plan, or one for each of several stages, with samples numbered as in the batch; and the planner's
+        state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, if ``start`` has a different number of micro-batches or ranks, if
-            ``warm_start`` has a different topology or number of layers, or if the planner, `pack_samples` or ``assign``
-            rejects its input.
+        ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
+            stage, if the samples of a stage are not consecutive samples of the batch, if an assignment or ``start``
+            does not fit the topology, if ``cost`` does not have one entry per stage, mixes flat and hierarchical
+            dispatch or has a negative price, if ``rounds`` is negative, or if the planner or ``assign`` rejects its
+            input.
 
-    >>> import jax, numpy as np
-    >>> from relibra_jax import Topology, relibra
+    >>> import numpy as np
+    >>> from relibra_jax import relibra
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> replay = RoutingReplay(np.zeros((4, 8, 3, 1), np.uint8), np.ones((4, 8), bool))
     >>> state = relibra().init(topology, 3, key=jax.random.key(0))
-    >>> batch_plan, state = plan_batch(replay, relibra(), state, topology, num_micro_batches=2)
+    >>> batch_plan, _ = plan_batch(replay, relibra(), state, topology, stages=2)
     >>> batch_plan.load.shape, batch_plan.plan.quota[0, 0].tolist()  # expert 0 is split over both ranks
     ((2, 3, 1, 2, 4), [[[8, 0, 0], [0, 0, 8]]])
+    >>> (recompute, update), _ = plan_batch(replay, relibra(), state, topology, stages=[Stage(1), Stage(2)])
+    >>> recompute.load.shape, update.load.shape, bool((recompute.plan.home == update.plan.home).all())
+    ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
-    counts = count_batch(replay, planner, topology, with_routes=cost is not None)
-    return plan_loads(
-        *(counts.sample_load, counts.tokens, planner, state, topology),
-        num_micro_batches=num_micro_batches,
-        start=start,
-        assign=assign,
-        key=key,
-        rounds=rounds,
-        cost=cost,
-        routes=counts.routes,
-        transitions=counts.transitions,
-        row_tokens=counts.row_tokens,
-        warm_start=warm_start,
+    single = isinstance(stages, int)
+    parts = [Stage(stages)] if isinstance(stages, int) else stages
+    prices = _check_prices(cost, len(parts))
+    if isinstance(batch, RoutingReplay):
+        paid = any(map(pays_for_crossings, prices))
+        batch = count_batch(batch, topology, with_routes=paid, with_transitions=planner.uses_transitions)
+    batch = widen_counts(batch, topology)
+    samples = stage_samples(len(batch.lengths), parts)
+    check_integer("rounds", rounds, least=0)
+    if start is not None:
+        _check_start(start, batch.sample_load.shape[1], topology)
+    starts = tuple(map(functools.partial(_first_assignment, batch, topology), parts, samples, prices))
+    check_counts(batch, starts, topology)
+    plans, next_state = plan_rounds(
+        Problem(
+            batch=batch,
+            planner=planner,
+            state=state,
+            topology=topology,
+            starts=starts,
+            samples=samples,
+            prices=prices,
+            assign=assign,
+            key=key,
+            rounds=0 if assign is None else rounds,
+            start=start,
+        )
     )
+    return plans[0] if single else plans, next_state
 
 
-def plan_loads(
-    sample_load: Integer[Array, "B L E"],
-    tokens: Integer[Array, " B"],
-    planner: Planner,
-    state: Any,
-    topology: Topology,
-    *,
-    num_micro_batches: int,
-    start: Assignment | None = None,
-    assign: Assign | None = None,
-    key: PRNGKeyArray | None = None,
-    rounds: int = 4,
-    cost: Price | None = None,
-    routes: Routes | None = None,
-    transitions: Transitions | None = None,
-    row_tokens: Float[Array, ""] | float | None = None,
-    warm_start: Placement | None = None,
-) -> tuple[BatchPlan, Any]:
-    """Plan a batch from the token counts of each sample, for callers that have no routing replay.
+def pays_for_crossings(price: Price) -> bool:
+    """Return whether a price may have a positive price of crossings, for which planning needs routes."""
+    return isinstance(price.crossing, jax.core.Tracer) or float(price.crossing) > 0
 
-    The plan equals that of `plan_batch` if the caller passes the ``routes`` and ``transitions`` that `plan_batch`
-    computes from the replay. Works under jit.
+
+def stage_samples(num_samples: int, stages: Sequence[Stage]) -> tuple[range, ...]:
+    """Return the samples of each stage, and check the stages.
 
     Args:
-        sample_load: the number of token copies of each sample for each expert, in any integer dtype, from
-            `relibra_jax.sample_counts` in rollout workers or from `relibra_jax.sample_load`.
-        tokens: the length of each sample in real tokens, in any integer dtype.
-        planner: any planner.
-        state: the planner's state, from its ``init`` or from the previous batch.
-        topology: the expert-parallel group.
-        num_micro_batches: M, the number of micro-batches, as in `plan_batch`.
-        start: the sample assignment of the first plan, as in `plan_batch`.
-        assign: the function that assigns samples to micro-batches and ranks, as in `plan_batch`.
-        key: random key for ``assign``, as in `plan_batch`.
-        rounds: the number of rounds of assignment and placement, as in `plan_batch`.
-        cost: the unit times of the cluster and the model, as in `plan_batch`.
-        routes: sampled tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; `plan_batch`
-            samples them if ``cost`` is given or the topology has resident slots. Without them homes are searched for
-            balance, and crossings are counted in token copies instead of tokens, for residents, for assigning samples
-            and for the price by which the plan is chosen. On one node nothing crosses, so routes make no difference.
-        transitions: transition counts of the batch, from `relibra_jax.planning.transitions.transitions_for`. None for
-            planners that do not use them.
-        row_tokens: T, the length to which rows that hold one sample are padded. None takes the longest sample.
-        warm_start: the homes and residents from which the search starts, as in `plan_batch`.
+        num_samples: B, the number of samples in the batch.
+        stages: the stages of the batch.
 
     Returns:
-        The batch plan, and the planner's state after this batch.
+        One range of samples per stage.
 
     Raises:
-        ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``tokens`` and E the experts of the
-            topology, or under the conditions of `plan_batch`.
+        ValueError: if there is no stage, if the samples of a stage are not consecutive samples of the batch, or if a
+            number of micro-batches is below 1 or above the number of samples of the stage.
 
-    >>> import jax, numpy as np
-    >>> from relibra_jax import Topology, relibra
-    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
-    >>> load, tokens = np.zeros((4, 3, 4), np.uint8), np.full(4, 8)
-    >>> load[..., 0] = 8  # every token goes to expert 0
-    >>> state = relibra().init(topology, 3, key=jax.random.key(0))
-    >>> batch_plan, state = plan_loads(load, tokens, relibra(), state, topology, num_micro_batches=2)
-    >>> batch_plan.plan.quota[0, 0].tolist()
-    [[[8, 0, 0], [0, 0, 8]]]
+    >>> stage_samples(8, (Stage(1), Stage(2, range(0, 4)), Stage(2, range(4, 8))))
+    (range(0, 8), range(0, 4), range(4, 8))
     """
-    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions, row_tokens), topology)
-    check_search(rounds, None if cost is None else [cost], warm_start, counts.sample_load.shape[1], topology)
-    if start is None:
-        start = start_assignment(counts.tokens, topology, num_micro_batches=num_micro_batches, cost=cost)
-    ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
-    check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
-    check_counts(counts, (start,), topology)
-    (batch_plan,), next_state = plan_alternating(
-        *(counts, planner, state, topology),
-        starts=(start,),
-        samples=(range(len(tokens)),),
-        assign=assign,
-        key=key,
-        rounds=rounds,
-        costs=None if cost is None else (cost,),
-        warm_start=warm_start,
-    )
-    return batch_plan, next_state
+    if not stages:
+        raise ValueError("stages must have at least one entry")
+    ranges = [range(num_samples) if stage.samples is None else stage.samples for stage in stages]
+    for number, (samples, stage) in enumerate(zip(ranges, stages, strict=True)):
+        if samples.step != 1 or not 0 <= samples.start < samples.stop <= num_samples:
+            raise ValueError(
+                f"stages[{number}]: samples={samples} must be a range of consecutive samples among {num_samples}"
+            )
+        name = "num_micro_batches" if len(stages) == 1 else f"stages[{number}]: num_micro_batches"
+        check_integer(name, stage.num_micro_batches, least=1, most=len(samples))
+    return tuple(ranges)
+
+
+def _first_assignment(
+    batch: Batch, topology: Topology, stage: Stage, samples: range, price: Price
+) -> Assignment:
+    if stage.start is None:
+        assignment = start_assignment(
+            batch.lengths[samples.start : samples.stop],
+            topology,
+            num_micro_batches=stage.num_micro_batches,
+            price=price,
+        )
+        return shift_samples(assignment, samples.start)
+    ranks = (stage.num_micro_batches, topology.num_nodes, topology.ranks_per_node)
+    check_shape("micro-batches and ranks of start", stage.start.sample.shape[:3], ranks)
+    return stage.start
+
+
+def _check_prices(cost: Price | Sequence[Price], num_stages: int) -> tuple[Price, ...]:
+    prices = (cost,) * num_stages if isinstance(cost, Price) else tuple(cost)
+    if len(prices) != num_stages:
+        raise ValueError(f"cost has {len(prices)} entries; it must have one for each of {num_stages} stages")
+    kinds = [price.hierarchical for price in prices]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"cost has hierarchical={kinds}, which must be the same in all stages")
+    for price in prices:
+        _check_price(price)
+    return prices
+
+
+def _check_price(price: Price) -> None:
+    """Raise ValueError if a price is negative or not finite, or ``copy`` is 0; traced values are not checked."""
+    for field in dataclasses.fields(price):
+        value = getattr(price, field.name)
+        if isinstance(value, jax.core.Tracer) or field.metadata.get("static"):
+            continue
+        check_not_negative(f"cost.{field.name}", float(value))
+        if field.name == "copy":
+            check_positive("cost.copy", float(value))
+
+
+def _check_start(start: Placement, layers: int, topology: Topology) -> None:
+    """Raise ValueError unless homes and residents fit the topology; the values of traced homes are not checked."""
+    ranks = (topology.num_nodes, topology.ranks_per_node)
+    if not isinstance(start.home, jax.core.Tracer):
+        check_homes(start.home, topology.num_experts, "start.home")
+    check_shape("start.home", start.home.shape, (layers, topology.num_experts))
+    check_shape("start.resident", start.resident.shape, (layers, *ranks, topology.resident_slots))

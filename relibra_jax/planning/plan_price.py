@@ -6,7 +6,7 @@ plan. Here visits are estimated from the sampled tokens that the search itself u
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.planner import Placement
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, Topology
-from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.planning.batch_counts import BatchCounts
+from relibra_jax.cost.batch_time import BatchTime, batch_time
+from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.sample_crossings import crossings_by_node
 
 PRICED_LAYERS: Final = 12
@@ -25,9 +26,9 @@ PRICED_LAYERS: Final = 12
 
 def price_stages(
     stages: Sequence[BatchPlan],
-    counts: BatchCounts,
+    batch: Batch,
     topology: Topology,
-    costs: Sequence[Price],
+    prices: Sequence[Price],
     *,
     previous_home: Int[Array, "L E"] | None,
 ) -> Float[jax.Array, ""]:
@@ -35,9 +36,9 @@ def price_stages(
 
     Args:
         stages: the plan of each stage, with the same homes and residents.
-        counts: the counts of the batch.
+        batch: the samples of the batch.
         topology: the expert-parallel group.
-        costs: the unit times of each stage.
+        prices: the price of each stage.
         previous_home: flat home slot of each expert before the batch. None counts no moves.
 
     Returns:
@@ -45,55 +46,71 @@ def price_stages(
     """
     layers = len(stages[0].plan.home)
     chosen = np.unique(np.linspace(0, layers - 1, min(layers, PRICED_LAYERS)).round().astype(int))
-    some = _take_layers(counts, chosen)
+    some = _take_layers(batch, chosen)
     home = None if previous_home is None else jnp.asarray(previous_home)[chosen]
     seconds = jnp.zeros((), jnp.float32)
-    for number, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
+    for number, (stage, price) in enumerate(zip(stages, prices, strict=True)):
         plan = stage.plan._replace(
             slot_expert=stage.plan.slot_expert[:, chosen],
             home=stage.plan.home[chosen],
             quota=stage.plan.quota[:, chosen],
         )
         stage_plan = BatchPlan(stage.assignment, stage.load[:, chosen], plan)
-        visits = estimate_visits(some, stage_plan, topology, cost) if cost.hierarchical else None
-        time = batch_time(
-            *(stage_plan, some.tokens, topology, cost),
-            visits=visits,
-            previous_home=home if number == 0 else None,
-            row_tokens=counts.row_tokens,
+        before = home if number == 0 else None
+        seconds += estimate_time(stage_plan, some, topology, price, previous_home=before).total.astype(
+            jnp.float32
         )
-        seconds += time.total.astype(jnp.float32)
     return seconds
 
 
-def estimate_visits(
-    counts: BatchCounts, batch_plan: BatchPlan, topology: Topology, cost: Price
-) -> Float[jax.Array, "M L P N"]:
+def estimate_time(
+    batch_plan: BatchPlan,
+    batch: Batch,
+    topology: Topology,
+    price: Price,
+    *,
+    previous_home: Int[Array, "L E"] | None,
+) -> BatchTime:
+    """Model the time of a batch under its plan, with visits of nodes that are estimated from the sampled routes.
+
+    Args:
+        batch_plan: the plan.
+        batch: the samples of the batch.
+        topology: the expert-parallel group.
+        price: the price.
+        previous_home: flat home slot of each expert before the batch. None counts no moves.
+
+    Returns:
+        The modelled time (`relibra_jax.cost.batch_time.batch_time`).
+    """
+    return batch_time(
+        batch_plan,
+        batch.lengths,
+        topology,
+        price,
+        visits=_estimate_visits(batch, batch_plan, topology) if price.hierarchical else None,
+        previous_home=previous_home,
+        row_length=batch.row_length,
+    )
+
+
+def _estimate_visits(batch: Batch, batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
     """Estimate the tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits` counts them.
 
     Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
     quotas of a node with a resident leave it, and count where their token would not have gone anyway. Without sampled
     routes every copy counts as a token.
-
-    Args:
-        counts: the counts of the batch.
-        batch_plan: the plan.
-        topology: the expert-parallel group.
-        cost: the unit times, of which only the path is used.
     """
     plan, layers = batch_plan.plan, len(batch_plan.plan.home)
+    placement = Placement(plan.home, resident_experts(plan, topology))
     by_sample = crossings_by_node(
-        *(counts.sample_load, counts.tokens, plan.home, topology),
-        routes=counts.routes,
-        resident=resident_experts(plan, topology),
-        cost=cost,
-        groups=layers,
+        batch, placement, topology, hierarchical=True, groups=layers
     )  # [B N N L]; the sum over layers is a mean
-    if counts.routes is None and layers:
-        top_k = counts.sample_load[:, 0].sum() / jnp.maximum(counts.tokens.sum(), 1)
+    if batch.routes is None and layers:
+        top_k = batch.sample_load[:, 0].sum() / jnp.maximum(batch.lengths.sum(), 1)
         by_sample *= top_k
     by_sample = jnp.pad(by_sample * layers, ((0, 1), (0, 0), (0, 0), (0, 0)))
-    lengths = jnp.append(jnp.asarray(counts.tokens, jnp.float32), 0)
+    lengths = jnp.append(jnp.asarray(batch.lengths, jnp.float32), 0)
     sample = jnp.asarray(batch_plan.assignment.sample)
     sample = jnp.where(sample == EMPTY, len(lengths) - 1, sample)
     nodes, local = topology.num_nodes, topology.ranks_per_node
@@ -132,8 +149,8 @@ def _overflow(batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M 
     return leaving.reshape(micro_batches, layers, nodes * local, nodes)
 
 
-def _take_layers(counts: BatchCounts, chosen: np.ndarray) -> BatchCounts:
-    routes: Any = counts.routes
+def _take_layers(batch: Batch, chosen: Int[np.ndarray, " some"]) -> Batch:
+    routes = batch.routes
     if routes is not None:
         routes = routes._replace(expert_ids=jnp.asarray(routes.expert_ids)[:, chosen])
-    return counts._replace(sample_load=counts.sample_load[:, chosen], routes=routes)
+    return batch._replace(sample_load=batch.sample_load[:, chosen], routes=routes)

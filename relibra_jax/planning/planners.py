@@ -7,7 +7,7 @@ returns a planner and add an entry to the table.
 import dataclasses
 import functools
 
-from relibra_jax.contract.types import Planner
+from relibra_jax.contract.planner import Planner
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.foremoe import foremoe

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
@@ -19,12 +20,10 @@ from relibra_jax.support.limits import check_integer, check_not_negative
 
 
 def replicate_experts(
-    load: Int[Array, "M L E"],
-    home: Int[Array, "L E"],
+    request: PlanRequest,
+    placement: Placement,
     topology: Topology,
     *,
-    resident: Int[Array, "L N G B"] | None = None,
-    source_load: Int[Array, "M L N E"] | None = None,
     tolerance: float = 0.0,
     across_nodes: bool = False,
     min_tokens: int = 1,
@@ -42,11 +41,9 @@ def replicate_experts(
     method.
 
     Args:
-        load: the number of token copies for each expert, summed over ranks; below 2**31 in each layer.
-        home: flat home slot of each expert.
+        request: the request, of which only the load is used; below 2**31 token copies in each layer.
+        placement: the homes and residents.
         topology: the expert-parallel group.
-        resident: the expert in each resident slot, EMPTY for none. None if there are no resident slots.
-        source_load: the number of token copies by the node that holds them; required with ``resident``.
         tolerance: how far a rank load may exceed the smallest possible maximum, as a fraction of it, to save crossings
             and replicas: 0.05 allows 5%.
         across_nodes: whether a replica may be on any rank. Resident slots are then left EMPTY. Otherwise a replica is
@@ -62,11 +59,12 @@ def replicate_experts(
 
     Raises:
         ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that fits int32, if ``tolerance`` is
-            negative or given with ``exact``, if ``resident`` is given without ``source_load``, or if the shapes
-            disagree with the topology.
+            negative or given with ``exact``, or if the shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
-    >>> plan = replicate_experts(jnp.array([[[80, 10, 6, 4]]]), jnp.array([[0, 1, 2, 3]]), topology)
+    >>> request = PlanRequest(jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]))
+    >>> placement = Placement.without_residents(jnp.array([[0, 1, 2, 3]]), topology)
+    >>> plan = replicate_experts(request, placement, topology)
     >>> plan.slot_expert.tolist(), plan.quota.tolist()
     ([[[[[0, 1, -1], [2, 3, 0]]]]], [[[[[40, 10, 0], [6, 4, 40]]]]])
     """
@@ -83,27 +81,23 @@ def replicate_experts(
         tile=tile,
         exact=exact,
     )
-    load = jnp.asarray(load, jnp.int32)
-    if resident is None or across_nodes or not topology.resident_slots:
+    load, home = request.by_expert, placement.home
+    if across_nodes or not topology.resident_slots:
         return plan_per_node(
             lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
         )
-    if source_load is None:
-        raise ValueError("source_load=None: residents need the token copies by the node that holds them")
-    by_node = _split_by_node(
-        jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
-    )
-    return plan_per_node_with_residents(replicate, by_node, home, resident, topology)
+    by_node = _split_by_node(request.by_node, placement, topology, tolerance=tolerance)
+    return plan_per_node_with_residents(replicate, by_node, home, placement.resident, topology)
 
 
 def _split_by_node(
-    source_load, home, resident, topology: Topology, *, tolerance: float
+    by_node: Int[jax.Array, "M L N E"], placement: Placement, topology: Topology, *, tolerance: float
 ) -> Int[jax.Array, "M L N E"]:
     """Choose the number of token copies of each expert that each node computes."""
-    home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
-    holds = nodes_holding(home, resident, topology)
+    home_node = jnp.asarray(placement.home) // (topology.num_experts // topology.num_nodes)
+    holds = nodes_holding(placement, topology)
     split = functools.partial(split_nodes, tolerance=tolerance)
-    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, holds, home_node)
+    return jax.vmap(jax.vmap(split), (0, None, None))(by_node, holds, home_node)
 
 
 def without_replicas(

@@ -2,11 +2,14 @@
 
 Weights do not change between two optimizer steps, so one push of an expert to a node serves all micro-batches of an
 update. On the hierarchical path, a resident saves the crossing of a token only if it was the token's *only* expert on
-the node of its home; with the resident, another expert may become the only one. So residents are chosen greedily: each
-time the expert that saves the node most time, for all nodes in parallel.
+the node of its home; with the resident, another expert may become the only one. So a crossing counts in equal
+shares for the experts that it serves, and residents are chosen greedily: each time the expert that saves the node most
+    time, for
+all nodes in parallel.
 """
 
 import functools
+import itertools
 import math
 from typing import Final
 
@@ -15,16 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
 from relibra_jax.contract.plan import inverse_permutation
+from relibra_jax.contract.planner import Placement
 from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
 
-COPY_VALUE: Final = 0.3
-"""The value of a copy that stays in its node, relative to a token that no longer crosses. Such a copy may save its
-token's crossing once other experts are resident too. On recorded loads, counting it gained 1% to 2% of modelled
-time."""
-
-
+MOST_EXPERTS: Final = 3
+"""The number of experts of a token on a node from which on its crossing is divided no further."""
 PASSES: Final = 4
 """The number of passes in which a node chooses its residents; savings are computed again before each pass. If its
 slots do not divide evenly over them, there are fewer passes."""
@@ -63,7 +63,7 @@ def choose_residents(
         tokens = tokens._replace(bits=jnp.take_along_axis(tokens.bits, order[:, None, None, None], axis=0))
 
     def choose(holds: Bool[jax.Array, "N E L"], _):
-        saved = copies if tokens is None else _only_reason(tokens, holds) + COPY_VALUE * copies
+        saved = copies if tokens is None else _crossing_shares(tokens, holds)
         pays = crossing * saved > push
 
         def best(chosen, _):
@@ -79,33 +79,32 @@ def choose_residents(
     return jnp.take_along_axis(holds & ~at_home, position[None], axis=1)
 
 
-def nodes_holding(
-    home: Int[Array, "L E"], resident: Int[Array, "L N G B"] | None, topology: Topology
-) -> Bool[jax.Array, "L N E"]:
+def nodes_holding(placement: Placement, topology: Topology) -> Bool[jax.Array, "L N E"]:
     """Return whether each node holds an expert, as home or as resident.
 
     Args:
-        home: flat home slot of each expert.
-        resident: the expert in each resident slot, EMPTY for none. None for no residents.
+        placement: the homes and residents.
         topology: the expert-parallel group.
 
     Returns:
         Whether node n holds expert e in layer l.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
-    >>> nodes_holding(jnp.array([[0, 1]]), jnp.array([[[[EMPTY]], [[0]]]]), topology).tolist()
+    >>> nodes_holding(Placement(jnp.array([[0, 1]]), jnp.array([[[[EMPTY]], [[0]]]])), topology).tolist()
     [[[True, False], [True, True]]]
     """
-    nodes, experts = topology.num_nodes, topology.num_experts
-    home_node = jnp.asarray(home) // (experts // nodes)
-    holds = home_node[:, None] == jnp.arange(nodes)[None, :, None]
-    if resident is None:
-        return holds
-    resident_experts = resident.reshape(*resident.shape[:2], -1)
-    layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
-    return holds.at[layer, node, jnp.where(resident_experts == EMPTY, experts, resident_experts)].set(
-        True, mode="drop"
-    )
+    holds = homes_on_nodes(placement.home, topology)
+    resident = jnp.asarray(placement.resident)
+    resident = resident.reshape(*resident.shape[:2], -1)
+    layer, node = jnp.arange(len(holds))[:, None, None], jnp.arange(topology.num_nodes)[None, :, None]
+    index = jnp.where(resident == EMPTY, topology.num_experts, resident)
+    return holds.at[layer, node, index].set(True, mode="drop")
+
+
+def homes_on_nodes(home: Int[Array, "L E"], topology: Topology) -> Bool[jax.Array, "L N E"]:
+    """Return whether the home of each expert is on each node."""
+    home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
+    return home_node[:, None] == jnp.arange(topology.num_nodes)[None, :, None]
 
 
 def residents_to_ranks(
@@ -162,30 +161,35 @@ def residents_on_ranks(
     nodes, room = topology.num_nodes, topology.resident_slots
     if not room:
         return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
-    at_home_node = nodes_holding(home, None, topology).transpose(1, 2, 0)
+    at_home_node = homes_on_nodes(home, topology).transpose(1, 2, 0)
     load = jnp.where(resident, copies, jnp.where(at_home_node, at_home[None], 0))
     to_ranks = functools.partial(residents_to_ranks, topology=topology)
     return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
-def _only_reason(tokens: TokenBits, holds: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
-    """Count the tokens of each node that cross for a single expert; experts are sorted by the node of their home."""
+def _crossing_shares(tokens: TokenBits, holds: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
+    """Sum the shares of each expert in the crossings of each node's tokens; experts are sorted by their homes' node.
+
+    A crossing serves all experts that a token has on a node, and each has an equal share in it.
+    """
     nodes = len(holds)
     remote = jnp.where(holds.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits)
     remote = remote.reshape(nodes, -1, *remote.shape[1:])
-    once, twice = _once_and_twice(remote.swapaxes(0, 1))
-    only = tokens.weigh(remote & (once & ~twice)[:, None]).sum(2)  # [N, size, N of the tokens, L]
-    return only.reshape(-1, *only.shape[2:]).swapaxes(0, 1)
+    at_least = _at_least(remote.swapaxes(0, 1))
+    shares = jnp.zeros((), jnp.float32)
+    for number, (enough, more) in enumerate(
+        itertools.pairwise([*at_least, jnp.zeros_like(at_least[0])]), start=1
+    ):
+        exactly = (enough & ~more)[:, None]
+        shares += tokens.weigh(remote & exactly).sum(2) / number  # [N, size, N of the tokens, L]
+    return shares.reshape(-1, *shares.shape[2:]).swapaxes(0, 1)
 
 
-def _once_and_twice(
-    bits: UInt32[jax.Array, "size ..."],
-) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
-    """Return the tokens that are in at least one of the sets, and those that are in at least two."""
+def _at_least(bits: UInt32[jax.Array, "size ..."]) -> UInt32[jax.Array, "most ..."]:
+    """Return the tokens that are in at least one of the sets, in at least two, and so on up to `MOST_EXPERTS`."""
 
-    def add(carry, bits):
-        once, twice = carry
-        return (once | bits, twice | (once & bits)), None
+    def add(sets, bits):
+        fewer = jnp.concatenate([jnp.full_like(sets[:1], 0xFFFFFFFF), sets[:-1]])
+        return sets | (fewer & bits[None]), None
 
-    empty = jnp.zeros_like(bits[0])
-    return jax.lax.scan(add, (empty, empty), bits)[0]
+    return jax.lax.scan(add, jnp.zeros((MOST_EXPERTS, *bits.shape[1:]), bits.dtype), bits)[0]

@@ -9,55 +9,45 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from relibra_jax.contract.types import EMPTY, Array, Price, Topology
-from relibra_jax.planning.residents import nodes_holding
-from relibra_jax.planning.token_sample import Routes
+from relibra_jax.contract.planner import Placement
+from relibra_jax.contract.types import EMPTY, Topology
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.residents import homes_on_nodes, nodes_holding
 
 MOST_VISITS: Final = 1 << 22
 """The most visits counted at a time, over all groups of layers, if the number of tokens divides by a power of two."""
 
 
 def crossings_by_node(
-    sample_load: Int[Array, "B L E"],
-    tokens: Int[Array, " B"],
-    home: Int[Array, "L E"],
-    topology: Topology,
-    *,
-    routes: Routes | None = None,
-    resident: Int[Array, "L N G resident_slots"] | None = None,
-    cost: Price | None = None,
-    groups: int = 1,
+    batch: Batch, placement: Placement, topology: Topology, *, hierarchical: bool, groups: int = 1
 ) -> Float[jax.Array, "B N N groups"]:
     """Count the tokens that each sample sends to other nodes, for each node that may hold it, over groups of layers.
 
     Tokens go to their experts' homes unless their node holds the expert as a resident.
 
     Args:
-        sample_load: the number of token copies of each sample for each expert.
-        tokens: the length of each sample.
-        home: flat home slot of each expert.
+        batch: the samples of the batch.
+        placement: the homes of experts, and the residents.
         topology: the expert-parallel group.
-        routes: sampled tokens of the batch.
-        resident: the expert in each resident slot. None for no residents.
-        cost: the unit times, of which only ``hierarchical`` is used. None counts as flat dispatch.
+        hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
         groups: the number of groups of neighbouring layers. The sum over groups is the mean over layers.
 
     Returns:
         The counts by the node that holds the sample and the node to which it sends; 0 if they are the same. With
-        ``routes`` and hierarchical dispatch they are distinct tokens, otherwise token copies divided by top-k. In both
+        routes and hierarchical dispatch they are distinct tokens, otherwise token copies divided by top-k. In both
         units, a sample that sends all its copies to one other node counts all its tokens.
     """
-    samples, layers, _ = sample_load.shape
-    nodes, length = topology.num_nodes, jnp.asarray(tokens, jnp.float32)
-    leaves = _leaves(home, resident, topology)
+    samples, layers, _ = batch.sample_load.shape
+    nodes, length = topology.num_nodes, jnp.asarray(batch.lengths, jnp.float32)
+    leaves = _leaves(placement, topology)
     bounds = np.arange(groups + 1) * layers // groups
-    if routes is None or cost is None or not cost.hierarchical:
-        load = jnp.asarray(sample_load, jnp.float32)
+    routes = batch.routes
+    if routes is None or not hierarchical:
+        load = jnp.asarray(batch.sample_load, jnp.float32)
 
         def copies(layer):
-            return jnp.matmul(
-                load[:, layer], leaves[layer].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-            )
+            goes = leaves[layer].astype(jnp.float32)
+            return jnp.matmul(load[:, layer], goes, precision=jax.lax.Precision.HIGHEST)
 
         total = _sum_in_groups(copies, bounds, (samples, nodes**2))
         number = load.sum((1, 2)) / layers
@@ -71,10 +61,10 @@ def crossings_by_node(
     return jnp.moveaxis(total, 0, -1).reshape(samples, nodes, nodes, groups)
 
 
-def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
+def _leaves(placement: Placement, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
     """Return whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    at_home, holds = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
+    at_home, holds = homes_on_nodes(placement.home, topology), nodes_holding(placement, topology)
     return (~holds[:, :, None] & at_home[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
 
 

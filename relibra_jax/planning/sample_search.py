@@ -21,16 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.types import Topology
-from relibra_jax.planning.annealing import cooling
-from relibra_jax.planning.draws import draw_bits, gumbel, integers
+from relibra_jax.planning.annealing import anneal, cooling, draw_bits, integers, scaled_noise
 
-HOTTEST: Final = 3e-3
+HOTTEST: Final = 1e-3
 COLDEST: Final = 1e-4
-"""The initial and final temperature, in units of a micro-batch's imbalance. On recorded loads, higher values of either
-lose balance. An initial temperature of 1e-3 can balance nodes as well, but leaves attention less even than the given
-order."""
-REFINING: Final = 1e-3
-"""The initial temperature to refine an assignment."""
+"""The initial and final temperature, in units of a micro-batch's imbalance. Higher ones lose the given assignment, and
+on recorded loads they lose balance."""
 CANDIDATES: Final = 8
 """The number of swaps from which a pair of micro-batches chooses. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times
 the time."""
@@ -76,7 +72,6 @@ def search_samples(
     *,
     hierarchical: bool,
     steps: int,
-    hottest: Float[jax.Array, ""],
 ) -> Int[jax.Array, "M positions"]:
     """Search for the assignment of samples to positions that minimises the time of a batch.
 
@@ -91,16 +86,13 @@ def search_samples(
         hierarchical: whether tokens cross to the rank of the same local index in the other node. Otherwise all ranks of
             a node receive the same amount.
         steps: the number of annealing steps.
-        hottest: the temperature of the first step.
 
     Returns:
         The sample at each position, int32; micro-batches are in arbitrary order.
     """
     if len(sample) == 1:
         return sample  # samples are exchanged between micro-batches only
-    return _anneal(
-        problem, _packing(problem, sample, topology, hierarchical), key, topology, steps, hottest
-    ).sample
+    return _anneal(problem, _packing(problem, sample, topology, hierarchical), key, topology, steps).sample
 
 
 def _packing(problem: SampleProblem, sample, topology: Topology, hierarchical: bool) -> _Packing:
@@ -121,20 +113,43 @@ def _packing(problem: SampleProblem, sample, topology: Topology, hierarchical: b
     )
 
 
-def _anneal(
-    problem: SampleProblem, packing: _Packing, key, topology: Topology, steps: int, hottest
-) -> _Packing:
-    share, length, crossing, attention, budget = problem
-    (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
-    room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
+def _anneal(problem: SampleProblem, packing: _Packing, key, topology: Topology, steps: int) -> _Packing:
+    (micro_batches, positions), pairs = packing.sample.shape, len(packing.sample) // 2
+    options = min(CANDIDATES, positions)
     bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
     order = jnp.argsort(bits[0], axis=-1)
     first_position = integers(bits[1][0], positions)
     second_position = integers(bits[1][1], positions - options + 1)
-    noise = gumbel(bits[2])
-    side, pair = jnp.arange(2)[:, None], jnp.arange(pairs)
-    sign = jnp.array([1, -1], jnp.int32)
-    temperature = cooling(hottest, COLDEST, steps) / micro_batches
+    # The objective is of all micro-batches together, and the temperature of one.
+    noise = scaled_noise(bits[2].swapaxes(1, 2), cooling(HOTTEST, COLDEST, steps) / micro_batches)
+    return anneal(
+        packing,
+        (order, first_position, second_position),
+        noise,
+        propose=functools.partial(_propose, problem, topology),
+        apply=_apply,
+    )
+
+
+class _Swaps(NamedTuple):
+    """The swaps of a sample of each pair's first micro-batch with samples of its second, and the changes they make."""
+
+    pairing: _Packing
+    """The micro-batches in pairs: every field has the leading axes ``[2 pairs]``."""
+    rest: _Packing
+    """The micro-batch without a partner, if their number is odd."""
+    give: Int[jax.Array, "pairs 1"]
+    take: Int[jax.Array, "pairs options"]
+    rank: Int[jax.Array, "2 options"]
+    load: Float[jax.Array, "2 pairs options N*L"]
+    tokens: Int[jax.Array, "2 pairs options ranks"]
+    attention: Float[jax.Array, "2 pairs options ranks"]
+    crossing: Float[jax.Array, "2 pairs options N groups"]
+
+
+def _propose(problem: SampleProblem, topology: Topology, packing: _Packing, draw):
+    swaps = _draw_swaps(problem, topology, packing, draw)
+    pairing = swaps.pairing
 
     def objective(load, attention, busiest):
         top = _largest(load.reshape(*load.shape[:-1], topology.num_nodes, -1), -2)
@@ -142,67 +157,79 @@ def _anneal(
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
         return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention.max(-1)).sum(0)
 
-    def step(packing, draw):
-        order, i, j, temperature, noise = draw
-        # The order of micro-batches does not matter, so they are shuffled, and the first half is paired with the
-        # second.
-        packing = _Packing(*(x[order] for x in packing))
-        pairing = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
-        give = jax.lax.dynamic_slice_in_dim(pairing.sample[0], i, 1, axis=1)
-        take = jax.lax.dynamic_slice_in_dim(pairing.sample[1], j, options, axis=1)
-        rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // room  # [sides options]
-        gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
-        node = (rank // topology.ranks_per_node)[:, None]
-        load = (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32)
-        length_change = (length[take] - length[give])[None] * sign[:, None, None]
-        on_rank = jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
-        tokens = length_change[..., None] * on_rank
-        time_change = (attention[take] - attention[give])[None] * sign[:, None, None].astype(jnp.float32)
-        time_change = time_change[..., None] * on_rank.astype(jnp.float32)
-        crossing_change = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
-        busiest, busiest_after = _busiest(pairing, rank, crossing_change)
+    busiest, busiest_after = _busiest(pairing, swaps.rank, swaps.crossing)
+    tokens_after = pairing.tokens[:, :, None] + swaps.tokens
+    attention_after = pairing.attention[:, :, None] + swaps.attention
+    swap_times = objective(pairing.load[:, :, None] + swaps.load, attention_after, busiest_after)
+    budget = problem.budget
+    within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
+    swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
+    stay_time = objective(pairing.load, pairing.attention, busiest)
+    return jnp.concatenate([stay_time[:, None], swap_times], axis=1).T, swaps
 
-        tokens_after = pairing.tokens[:, :, None] + tokens
-        attention_after = pairing.attention[:, :, None] + time_change
-        swap_times = objective(pairing.load[:, :, None] + load, attention_after, busiest_after)
-        within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
-        swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
-        stay_time = objective(pairing.load, pairing.attention, busiest)
-        choice = jnp.argmin(
-            jnp.concatenate([stay_time[:, None], swap_times], axis=1) - temperature * noise, axis=1
-        )
-        option = jnp.maximum(choice - 1, 0)
 
-        def select(change):
-            """Return the change by the drawn option, ``[sides pairs ...]``; zeros if no swap was drawn."""
-            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, option], 0)
+def _draw_swaps(problem: SampleProblem, topology: Topology, packing: _Packing, draw) -> _Swaps:
+    share, length, crossing, attention, _ = problem
+    order, i, j = draw
+    (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
+    samples_per_rank, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
+    # The order of micro-batches does not matter, so they are shuffled, and the first half is paired with the second.
+    packing = _Packing(*(x[order] for x in packing))
+    pairing = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
+    give = jax.lax.dynamic_slice_in_dim(pairing.sample[0], i, 1, axis=1)
+    take = jax.lax.dynamic_slice_in_dim(pairing.sample[1], j, options, axis=1)
+    rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // samples_per_rank
+    gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
+    node = (rank // topology.ranks_per_node)[:, None]
+    sign = jnp.array([1, -1], jnp.int32)
+    on_rank = jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
+    length_change = (length[take] - length[give])[None] * sign[:, None, None]
+    time_change = (attention[take] - attention[give])[None] * sign[:, None, None].astype(jnp.float32)
+    return _Swaps(
+        pairing,
+        _Packing(*(x[2 * pairs :] for x in packing)),
+        give,
+        take,
+        rank,
+        (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32),
+        length_change[..., None] * on_rank,
+        time_change[..., None] * on_rank.astype(jnp.float32),
+        crossing[gets, node] - crossing[gets[::-1], node],
+    )
 
-        swapped = choice[:, None] == jnp.arange(1, options + 1)[None]
-        new_sample = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
-        sample = jnp.stack(
-            [
-                jax.lax.dynamic_update_slice_in_dim(pairing.sample[0], new_sample, i, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(
-                    pairing.sample[1], jnp.where(swapped, give, take), j, axis=1
-                ),
-            ]
-        )
-        crossing_change = select(crossing_change)
-        lane, ranks_per_lane = _lane(rank[:, option], pairing)
-        new_pairs = _Packing(
-            sample,
-            pairing.load + select(load),
-            pairing.tokens + select(tokens),
-            pairing.attention + select(time_change),
-            pairing.sent.at[side, pair[None], rank[:, option]].add(_total(crossing_change, 2)),
-            pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
-        )
-        pairs_and_rest = zip(new_pairs, packing, strict=True)
-        return _Packing(
-            *(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest[2 * pairs :]]) for x, rest in pairs_and_rest)
-        ), None
 
-    return jax.lax.scan(step, packing, (order, first_position, second_position, temperature, noise))[0]
+def _apply(packing: _Packing, draw, swaps: _Swaps, choice: Int[jax.Array, " pairs"]) -> _Packing:
+    del packing
+    _, i, j = draw
+    pairing, give, take = swaps.pairing, swaps.give, swaps.take
+    pairs, options = take.shape
+    side, pair, option = jnp.arange(2)[:, None], jnp.arange(pairs), jnp.maximum(choice, 0)
+
+    def select(change):
+        """Return the change by the drawn option, ``[2 pairs ...]``; zeros if no swap was drawn."""
+        return jnp.where((choice >= 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, option], 0)
+
+    swapped = choice[:, None] == jnp.arange(options)[None]
+    new_sample = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
+    left = jnp.where(swapped, give, take)
+    sample = jnp.stack(
+        [
+            jax.lax.dynamic_update_slice_in_dim(pairing.sample[0], new_sample, i, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(pairing.sample[1], left, j, axis=1),
+        ]
+    )
+    crossing_change, rank = select(swaps.crossing), swaps.rank[:, option]
+    lane, ranks_per_lane = _lane(rank, pairing)
+    new_pairs = _Packing(
+        sample,
+        pairing.load + select(swaps.load),
+        pairing.tokens + select(swaps.tokens),
+        pairing.attention + select(swaps.attention),
+        pairing.sent.at[side, pair[None], rank].add(_total(crossing_change, 2)),
+        pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
+    )
+    pairs_and_rest = zip(new_pairs, swaps.rest, strict=True)
+    return _Packing(*(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest]) for x, rest in pairs_and_rest))
 
 
 def _busiest(pairing, rank, crossing_change):

@@ -17,7 +17,7 @@ MOST_TOKENS: Final = 1.05
 
 
 def start_assignment(
-    lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, cost: Price | None
+    lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, price: Price
 ) -> Assignment:
     """Assign samples by their lengths alone: as rows are laid out, and so that attention takes the least time.
 
@@ -30,7 +30,7 @@ def start_assignment(
         lengths: the number of tokens of each sample. Traced lengths are packed by tokens.
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches.
-        cost: the unit times, which tell how rows are laid out. None packs by tokens.
+        price: the price, which tells how rows are laid out.
 
     Returns:
         The assignment. Its number of positions per rank is a power of two for packed rows, so that batches of similar
@@ -39,35 +39,34 @@ def start_assignment(
     Raises:
         ValueError: if ``num_micro_batches`` is below 1 or above the number of samples.
     """
-    if cost is not None and cost.rows == "padded":
+    if price.rows == "padded":
         return assign_in_order(len(lengths), topology, num_micro_batches=num_micro_batches)
     by_tokens = pack_samples(lengths, topology, num_micro_batches=num_micro_batches)
     if isinstance(lengths, jax.core.Tracer):
         return by_tokens
-    packings = [_even_room(by_tokens)]
-    if cost is not None and not isinstance(cost.pair, jax.core.Tracer) and float(cost.pair) > 0:
-        numbers = np.asarray(lengths, float)
-        token, pair = float(cost.token), float(cost.pair)
-        # Packing takes lengths of whole tokens, so the unit is the time of a sample with one token.
-        seconds = (token * numbers + pair * numbers**2) / (token + pair)
-        by_attention = pack_samples(
-            seconds.round().astype(int), topology, num_micro_batches=num_micro_batches
-        )
-        packings.append(_even_room(by_attention))
-    if len(packings) == 1:
-        return packings[0]
-    assert cost is not None
-    times, most = [], []
-    for packing in packings:
-        attention, positions = attention_time(packing, jnp.asarray(lengths), cost)
-        times.append(float(attention.max((1, 2)).sum()))
-        most.append(float(positions))
-    return packings[1] if times[1] < times[0] and most[1] <= MOST_TOKENS * most[0] else packings[0]
+    by_tokens = _even_room(by_tokens)
+    if isinstance(price.pair, jax.core.Tracer) or not float(price.pair) > 0:
+        return by_tokens
+    numbers = np.asarray(lengths, float)
+    token, pair = float(price.token), float(price.pair)
+    # Packing takes lengths of whole tokens, so the unit is the time of a sample with one token.
+    seconds = ((token * numbers + pair * numbers**2) / (token + pair)).round().astype(int)
+    by_attention = _even_room(pack_samples(seconds, topology, num_micro_batches=num_micro_batches))
+    (old_time, old_most), (new_time, new_most) = (
+        _attention(packing, lengths, price) for packing in (by_tokens, by_attention)
+    )
+    return by_attention if new_time < old_time and new_most <= MOST_TOKENS * old_most else by_tokens
+
+
+def _attention(packing: Assignment, lengths: Int[Array, " B"], price: Price) -> tuple[float, float]:
+    """Return the seconds of attention in all micro-batches, and the positions of the fullest rank."""
+    attention, positions = attention_time(packing, jnp.asarray(lengths), price)
+    return float(attention.max((1, 2)).sum()), float(positions)
 
 
 def _even_room(assignment: Assignment) -> Assignment:
     """Add empty positions up to the next power of two."""
     sample = np.asarray(assignment.sample)
-    room = 1 << (sample.shape[-1] - 1).bit_length()
-    missing = ((0, 0),) * 3 + ((0, room - sample.shape[-1]),)
+    positions = 1 << (sample.shape[-1] - 1).bit_length()
+    missing = ((0, 0),) * 3 + ((0, positions - sample.shape[-1]),)
     return Assignment(np.pad(sample, missing, constant_values=EMPTY))

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, UInt32
 
-from relibra_jax.contract.types import EMPTY, TokenSample, Topology
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import EMPTY, Topology
 
 WORDS: Final = 128
 """The number of words of a layer: 4,096 tokens, which estimate a layer's mean crossings to about 1%. It is larger if
@@ -45,15 +46,15 @@ class TokenBits(NamedTuple):
 
 
 def token_bits(
-    tokens: TokenSample, topology: Topology, *, num_micro_batches: int, scale: int = 1
+    routes: PlacedRoutes, topology: Topology, *, num_micro_batches: int, scale: int = 1
 ) -> TokenBits:
-    """Convert a sample of tokens to bits.
+    """Convert the routes of sampled tokens to bits.
 
     Each group takes as many tokens as it has bits, evenly spaced among its tokens in the sample. A group with fewer
     tokens repeats some of them, and a group without tokens stays empty.
 
     Args:
-        tokens: the sample, in any order. Tokens whose micro-batch is EMPTY are left out.
+        routes: the routes of the sample, in any order. Tokens whose micro-batch is EMPTY are left out.
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches.
         scale: the number of words, as a multiple of `WORDS`.
@@ -63,16 +64,16 @@ def token_bits(
 
     >>> import numpy as np
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
-    >>> tokens = TokenSample(np.array([[[0, 3]], [[1, 3]]]), np.array([0, 0]), np.array([0, 1]))
-    >>> bits, weight = token_bits(tokens, topology, num_micro_batches=1)
+    >>> routes = PlacedRoutes(np.array([[[0, 3]], [[1, 3]]]), np.array([0, 0]), np.array([0, 1]))
+    >>> bits, weight = token_bits(routes, topology, num_micro_batches=1)
     >>> (bits[:, 0, :, 0, 0] > 0).astype(int).tolist()  # for each expert, the nodes that have tokens that use it
     [[1, 0], [0, 1], [0, 0], [1, 1]]
     """
     nodes, experts = topology.num_nodes, topology.num_experts
     groups = num_groups(num_micro_batches, nodes)
     words = scale * max(WORDS_A_GROUP, WORDS // (groups * nodes))
-    micro_batch = jnp.asarray(tokens.micro_batch, jnp.int32)
-    node = jnp.asarray(tokens.rank, jnp.int32) // topology.ranks_per_node
+    micro_batch = jnp.asarray(routes.micro_batch, jnp.int32)
+    node = jnp.asarray(routes.rank, jnp.int32) // topology.ranks_per_node
     group = micro_batch * groups // num_micro_batches * nodes + node
     group = jnp.where(micro_batch == EMPTY, groups * nodes, group)
     size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
@@ -87,7 +88,7 @@ def token_bits(
         first[:, None] + index * quotient + index * remainder // room
     )  # ordered so that int32 does not overflow
     token = jnp.argsort(group, stable=True)[jnp.minimum(token, group.size - 1)]
-    ids = jnp.asarray(tokens.expert_ids)[token].astype(jnp.int32)  # [groups x N, room, L, K]
+    ids = jnp.asarray(routes.expert_ids)[token].astype(jnp.int32)  # [groups x N, room, L, K]
     ids = jnp.where(size[:, None, None, None] > 0, ids, experts)
     layers = ids.shape[2]
     word = (jnp.arange(groups * nodes)[:, None] * words + jnp.arange(room)[None] // 32)[:, :, None, None]

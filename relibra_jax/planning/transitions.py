@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from relibra_jax.contract.types import EMPTY, Planner, RoutingReplay, Transitions
-from relibra_jax.planning.extra_args import accepts
+from relibra_jax.contract.planner import Transitions
+from relibra_jax.contract.types import EMPTY, RoutingReplay
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")
@@ -41,22 +41,6 @@ def count_transitions(replay: RoutingReplay, *, num_experts: int) -> Transitions
         return jax.tree.map(jnp.add, total, count(ids.astype(jnp.int32), mask)), None
 
     return jax.lax.scan(add, Transitions(zeros, zeros), tuple(map(jnp.asarray, replay)))[0]
-
-
-def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int) -> Transitions | None:
-    """Count transitions if the planner uses them.
-
-    Args:
-        planner: the planner.
-        replay: the routing of all samples of the batch.
-        num_experts: E, the number of logical experts of a layer.
-
-    Returns:
-        The transition counts, or None if the planner's ``update`` does not take ``transitions``.
-    """
-    if not accepts(planner.update, "transitions"):
-        return None
-    return count_transitions(replay, num_experts=num_experts)
 
 
 def _count_sample(

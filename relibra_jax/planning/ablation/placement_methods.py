@@ -1,17 +1,15 @@
 """Alternative searches for homes, for the ablation: steepest descent over swaps, and heaviest expert first.
 
-Both replace `relibra_jax.planning.annealing.anneal` in `relibra_jax.planning.placement.place_by_search`; the levels,
-the costs and the choice of slots are the same for all three.
+Both can be the ``search`` of `relibra_jax.planning.placement.place_experts`; the levels, the costs and the choice of
+slots are the same for all three.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from relibra_jax.planning.annealing import (
+from relibra_jax.planning.bin_search import (
     Bins,
     bin_load,
     keep_better,
@@ -20,7 +18,6 @@ from relibra_jax.planning.annealing import (
     reorder_items,
 )
 from relibra_jax.planning.packing import pack_evenly
-from relibra_jax.planning.placement import STATIC_ARGUMENTS, place_by_search
 
 
 def longest_first(
@@ -32,7 +29,7 @@ def longest_first(
 
     Args:
         start: the items in their bins.
-        key, steps, hottest: the arguments of `relibra_jax.planning.annealing.anneal`, not used.
+        key, steps, hottest: the arguments of `relibra_jax.planning.bin_search.search_bins`, not used.
 
     Returns:
         The item at each position.
@@ -48,22 +45,13 @@ def descend(
 
     Args:
         start: the items in their bins. They stay if the result of descent is not better.
-        key, steps, hottest: the arguments of `relibra_jax.planning.annealing.anneal`, not used.
+        key, steps, hottest: the arguments of `relibra_jax.planning.bin_search.search_bins`, not used.
 
     Returns:
         The item at each position.
     """
     del key, steps, hottest
     return keep_better(start, _descend(_pack_longest_first(start)))
-
-
-place_longest_first = jax.jit(
-    functools.partial(place_by_search, longest_first), static_argnames=STATIC_ARGUMENTS
-)
-"""`relibra_jax.planning.placement.place_experts` with `longest_first` as its search."""
-
-place_by_descent = jax.jit(functools.partial(place_by_search, descend), static_argnames=STATIC_ARGUMENTS)
-"""`relibra_jax.planning.placement.place_experts` with `descend` as its search."""
 
 
 def _pack_longest_first(state: Bins) -> Bins:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.packing import add_copies, lightest_pack
@@ -23,53 +24,31 @@ program in the mean and 1.3% in the worst case; with 8 sweeps 0.07% and 6%."""
 _MAX = np.int32(np.iinfo(np.int32).max)
 
 
-def replicate_with_even_split(
-    load: Int[Array, "M L E"],
-    home: Int[Array, "L E"],
-    topology: Topology,
-) -> Plan:
+def replicate_with_even_split(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
     """Choose replicas as `replicate_experts` does, but split each expert's tokens evenly over its copies.
 
-    Args:
-        load: the number of token copies for each expert, summed over ranks; below 2**31 in each layer.
-        home: flat home slot of each expert.
-        topology: the expert-parallel group.
-
-    Returns:
-        A Plan; unused replica slots and all resident slots are EMPTY.
+    This function is a `relibra_jax.contract.planner.Replicate`. All resident slots stay EMPTY.
     """
 
     def rule(load, _):
         replica, _ = replicate_domain(load, replica_slots=topology.replica_slots)
         return split_evenly(load, replica)
 
-    load = jnp.asarray(load, jnp.int32)
-    return plan_per_node(rule, load, load, home, topology)
+    return plan_per_node(rule, request.by_expert, request.by_expert, placement.home, topology)
 
 
-def replicate_with_eplb_places(
-    load: Int[Array, "M L E"],
-    home: Int[Array, "L E"],
-    topology: Topology,
-) -> Plan:
+def replicate_with_eplb_places(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
     """Place replicas by EPLB's rule, which assumes an even split, and split tokens as well as the places allow.
 
     No domain is more imbalanced than it would be without replicas.
 
-    Args:
-        load: the number of token copies for each expert, summed over ranks; below 2**31 in each layer.
-        home: flat home slot of each expert.
-        topology: the expert-parallel group.
-
-    Returns:
-        A Plan; unused replica slots and all resident slots are EMPTY.
+    This function is a `relibra_jax.contract.planner.Replicate`. All resident slots stay EMPTY.
     """
 
     def rule(load, _):
         return split_tokens(load, place_heaviest(load, replica_slots=topology.replica_slots))
 
-    load = jnp.asarray(load, jnp.int32)
-    return plan_per_node(rule, load, load, home, topology)
+    return plan_per_node(rule, request.by_expert, request.by_expert, placement.home, topology)
 
 
 def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, "P R"]:

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.plan import inverse_permutation
-from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Planner, Topology
+from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Topology
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
@@ -151,10 +152,11 @@ def eplb(
         ValueError: if ``loads`` or ``scope`` is unknown. The planner raises it if ``expert_groups`` does not divide the
             experts or is not a multiple of the number of nodes.
 
+    >>> from relibra_jax import PlanRequest
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> planner = eplb()
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+    >>> plan, _ = planner.update(PlanRequest(load), planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> plan.quota.sum(-1).tolist()
     [[[[57, 43]]]]
     """

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.plan import expert_totals
-from relibra_jax.contract.types import Plan, Planner, Topology
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.baselines.whole_moves import all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
@@ -45,16 +45,16 @@ def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[60, 50, 6, 4], [0, 0, 0, 0]]]], [[[[10, 20, 70, 50], [0, 0, 0, 0]]]]])
     >>> planner = feplb()
-    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
+    >>> plan, _ = planner.update(PlanRequest(load), planner.init(topology, 1), topology)
     >>> plan.quota.sum(-1).tolist()
     [[[[56, 64]]], [[[80, 70]]]]
     """
     check_integer("dynamic", dynamic, least=0)
     check_integer("min_tokens", min_tokens, least=1)
 
-    def update(load, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
-        check_load(load, topology)
-        load = expert_totals(load)
+    def update(request: PlanRequest, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
+        check_load(request.load, topology)
+        load = request.by_expert
         home = kept_homes(load, state, topology)
 
         def rule(load, _):

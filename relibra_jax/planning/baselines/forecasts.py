@@ -13,12 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int, Num, PRNGKeyArray
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.plan import expert_totals
-from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Topology, Transitions
-from relibra_jax.planning.extra_args import accepted_arguments, accepts
+from relibra_jax.contract.planner import Init, Planner, PlanRequest, Transitions
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 
 SCOPES: Final = ("batch", "micro_batch")
 """How often a planner may choose replicas."""
@@ -31,16 +30,17 @@ class Forecast(NamedTuple):
     """A forecast of loads: a pair of pure functions, like a planner.
 
     - ``init(topology, num_layers, *, key=None) -> state``: the state before the first batch.
-    - ``update(load[M L E], state, *, transitions=None) -> (for_homes[L E], expected[M L E], state)``: the loads by
-      which to place the homes of a batch, forecast before it starts; the loads by which to copy experts in each
-      micro-batch; and the state after the batch. Loads are zero if there is no data yet. A forecast that does not use
-      `Transitions` omits the parameter.
+    - ``update(load[M L E], state, transitions) -> (for_homes[L E], expected[M L E], state)``: the loads by which to
+      place the homes of a batch, forecast before it starts; the loads by which to copy experts in each micro-batch; and
+      the state after the batch. Loads are zero if there is no data yet.
     """
 
-    init: Callable[..., Any]
+    init: Init
     """Makes the first state."""
-    update: Callable[..., Expected]
+    update: Callable[[Num[jax.Array, "M L E"], Any, Transitions | None], Expected]
     """Forecasts the loads of a batch and updates the state."""
+    uses_transitions: bool = False
+    """Whether ``update`` uses the transition counts of the batch."""
 
 
 class LoadHistory(NamedTuple):
@@ -73,7 +73,8 @@ def _true() -> Forecast:
         del topology, num_layers, key
         return ()
 
-    def update(load: Num[jax.Array, "M L E"], state) -> Expected:
+    def update(load: Num[jax.Array, "M L E"], state, transitions: Transitions | None) -> Expected:
+        del transitions
         load = load.astype(jnp.float32)
         return load.sum(0), load, state
 
@@ -85,7 +86,10 @@ def _history() -> Forecast:
         zeros = _zero_loads(topology, num_layers, key=key)
         return LoadHistory(zeros, zeros)
 
-    def update(load: Num[jax.Array, "M L E"], state: LoadHistory) -> Expected:
+    def update(
+        load: Num[jax.Array, "M L E"], state: LoadHistory, transitions: Transitions | None
+    ) -> Expected:
+        del transitions
         load = load.astype(jnp.float32)
         earlier = jnp.concatenate([state.micro_batch[None], load[:-1]])
         return state.batch, earlier, LoadHistory(load.sum(0), load[-1])
@@ -94,7 +98,10 @@ def _history() -> Forecast:
 
 
 def _mean() -> Forecast:
-    def update(load: Num[jax.Array, "M L E"], total: Float[jax.Array, "L E"]) -> Expected:
+    def update(
+        load: Num[jax.Array, "M L E"], total: Float[jax.Array, "L E"], transitions: Transitions | None
+    ) -> Expected:
+        del transitions
         totals = total[None] + jnp.cumsum(load.astype(jnp.float32), axis=0)
         return total, jnp.concatenate([total[None], totals[:-1]]), totals[-1]
 
@@ -114,7 +121,11 @@ def average(*, decay: float = 0.5) -> Forecast:
         A Forecast whose state is the average, ``[L, E]``.
     """
 
-    def update(load: Num[jax.Array, "M L E"], mean: Float[jax.Array, "L E"]) -> Expected:
+    def update(
+        load: Num[jax.Array, "M L E"], mean: Float[jax.Array, "L E"], transitions: Transitions | None
+    ) -> Expected:
+        del transitions
+
         def step(previous, load):
             return decay * previous + (1 - decay) * load, previous
 
@@ -141,7 +152,7 @@ def _by_transitions(
         return ChainHistory(zeros, jnp.zeros((*zeros.shape, topology.num_experts), jnp.float32))
 
     def update(
-        load: Num[jax.Array, "M L E"], state: ChainHistory, *, transitions: Transitions | None = None
+        load: Num[jax.Array, "M L E"], state: ChainHistory, transitions: Transitions | None
     ) -> Expected:
         load = load.astype(jnp.float32)
         # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in a different order.
@@ -149,7 +160,7 @@ def _by_transitions(
         counts = state.counts if transitions is None else getattr(transitions, kind).astype(jnp.float32)
         return state.batch, expected, ChainHistory(load.sum(0), counts)
 
-    return Forecast(init, update)
+    return Forecast(init, update, uses_transitions=True)
 
 
 @jax.jit
@@ -215,8 +226,7 @@ def expect_loads(
     Returns:
         The loads for homes and the loads for replicas, float32, and the forecast's state after the batch.
     """
-    extra = accepted_arguments(forecast.update, {"transitions": transitions})
-    for_homes, expected, state = forecast.update(load, state, **extra)
+    for_homes, expected, state = forecast.update(load, state, transitions)
     return for_homes, for_homes[None] if scope == "batch" else expected, state
 
 
@@ -244,7 +254,7 @@ def plan_expected(
             in every batch.
 
     Returns:
-        A Planner whose state is a PlacedState. Its ``update`` takes ``transitions`` if the forecast does.
+        A Planner whose state is a PlacedState. It uses transitions if the forecast does.
 
     Raises:
         ValueError: if ``loads`` or ``scope`` is unknown.
@@ -254,15 +264,15 @@ def plan_expected(
             raise ValueError(f"{name}={value!r} must be one of {', '.join(options)}")
     forecast = FORECASTS[loads]
 
-    def init(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> PlacedState:
+    def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> PlacedState:
         no_homes = jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32)
         return PlacedState(forecast.init(topology, num_layers, key=key), no_homes)
 
-    def update_with_transitions(load, state, topology: Topology, *, transitions: Transitions | None = None):
-        check_load(load, topology)
-        load = expert_totals(load)
+    def update(request: PlanRequest, state: PlacedState, topology: Topology) -> tuple[Plan, PlacedState]:
+        check_load(request.load, topology)
+        load = request.by_expert
         for_homes, expected, forecast_state = expect_loads(
-            forecast, load, state.seen, scope=scope, transitions=transitions
+            forecast, load, state.seen, scope=scope, transitions=request.transitions
         )
         home = pack(for_homes, topology)
         if keep_homes:
@@ -271,7 +281,4 @@ def plan_expected(
         next_home = jnp.where(no_forecast[:, None], EMPTY, home)
         return fill(load, expected, home, topology), PlacedState(forecast_state, next_home)
 
-    def update(load, state, topology: Topology):
-        return update_with_transitions(load, state, topology)
-
-    return Planner(init, update_with_transitions if accepts(forecast.update, "transitions") else update)
+    return Planner(init, update, uses_transitions=forecast.uses_transitions)

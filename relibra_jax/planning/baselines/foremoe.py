@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.plan import contiguous_homes, expert_totals, inverse_permutation
-from relibra_jax.contract.types import EMPTY, Plan, Planner, Topology
+from relibra_jax.contract.plan import contiguous_homes, inverse_permutation
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import EMPTY, Plan, Topology
 from relibra_jax.planning.baselines.kept_homes import sum_of_maxima
 from relibra_jax.planning.baselines.whole_moves import Spread, all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
@@ -77,7 +78,7 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[60, 50, 6, 4], [0, 0, 0, 0]]]], [[[[20, 10, 6, 70], [0, 0, 0, 0]]]]])
     >>> planner = foremoe()
-    >>> plan, state = planner.update(load, planner.init(topology, 1), topology)
+    >>> plan, state = planner.update(PlanRequest(load), planner.init(topology, 1), topology)
     >>> state.home.tolist(), plan.quota.sum(-1).tolist()
     ([[3, 1, 2, 0]], [[[[60, 60]]], [[[55, 51]]]])
     """
@@ -87,9 +88,9 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
         del key
         return ForemoeState(contiguous_homes(topology, num_layers))
 
-    def update(load, state: ForemoeState, topology: Topology) -> tuple[Plan, ForemoeState]:
-        check_load(load, topology)
-        load = expert_totals(load)
+    def update(request: PlanRequest, state: ForemoeState, topology: Topology) -> tuple[Plan, ForemoeState]:
+        check_load(request.load, topology)
+        load = request.by_expert
         mean = _mean_load(load)
         new_home = jax.vmap(functools.partial(_exchange_homes, num_ranks=topology.num_ranks))(
             mean, state.home

@@ -13,7 +13,7 @@ Source: github.com/PKU-DAIR/Hetu-Galvatron, branch laer-moe, ``csrc/greedy_balan
 """
 
 import functools
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.plan import assemble_plan, expert_totals, home_layout
-from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Price, Topology
+from relibra_jax.contract.plan import assemble_plan, home_layout
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import EMPTY, Array, Plan, Price, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.per_node import merge_copies
 from relibra_jax.support.limits import check_integer
-
-DEFAULT_COST: Final = Price(
-    token=0.0, copy=4 * 1.484e-6, crossing=4 * 8192 / 88.95e9, spread=4 * 8192 / 216.27e9, move=0.0, push=0.0
-)
-"""The source's defaults, measured on models of width 4096 in bfloat16: 1.484 us to compute a token copy in one of four
-passes, 88.95 GB/s between nodes and 216.27 GB/s inside a node."""
 
 _MAX = np.int32(np.iinfo(np.int32).max)
 
@@ -62,31 +57,29 @@ def laer(*, perturbations: int = 32) -> Planner:
             same in every layer and micro-batch.
 
     Returns:
-        A Planner whose state is a KeptHomes. Its ``update`` takes ``cost`` and uses its ``copy``, ``crossing`` and
-        ``spread``; without it, `DEFAULT_COST`.
+        A Planner whose state is a KeptHomes. Of the price, its ``update`` uses ``copy``, ``crossing`` and ``spread``.
 
     Raises:
         ValueError: if ``perturbations`` is not an integer of at least 0.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = laer().update(load, laer().init(topology, 1), topology)
+    >>> plan, _ = laer().update(PlanRequest(load), laer().init(topology, 1), topology)
     >>> plan.quota.sum(-1).tolist()
     [[[[49, 51]]]]
     """
     check_integer("perturbations", perturbations, least=0)
 
-    def update(
-        load, state: KeptHomes, topology: Topology, *, cost: Price | None = None
-    ) -> tuple[Plan, KeptHomes]:
+    def update(request: PlanRequest, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
+        load = request.load
         check_load(load, topology)
-        home = kept_homes(expert_totals(load), state, topology)
+        home = kept_homes(request.by_expert, state, topology)
         experts = home_layout(home, topology).reshape(home.shape[0], -1)
         by_rank = jnp.asarray(load, jnp.int32).reshape(*load.shape[:2], topology.num_ranks, -1)
         by_slot = jax.vmap(lambda load, order: load[..., order], (1, 0), 1)(by_rank, experts)
         choose = functools.partial(
             _best_layout,
-            cost=DEFAULT_COST if cost is None else cost,
+            price=request.price,
             topology=topology,
             perturbations=perturbations,
         )
@@ -154,10 +147,10 @@ class _Layout(NamedTuple):
 
 
 def _best_layout(
-    load: Int[jax.Array, "P E"], *, cost: Price, topology: Topology, perturbations: int
+    load: Int[jax.Array, "P E"], *, price: Price, topology: Topology, perturbations: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Choose the layout of least time; experts are numbered by home slot, ``load`` by the rank of the tokens."""
-    lay_out = functools.partial(_lay_out, load, cost=cost, topology=topology)
+    lay_out = functools.partial(_lay_out, load, price=price, topology=topology)
     layouts = jax.vmap(lay_out)(_candidates(load.sum(0, dtype=jnp.int32), topology, perturbations))
     chosen = jnp.argmin(jnp.where(layouts.top <= layouts.top[0], layouts.time, jnp.inf))
     return merge_copies(layouts.replica[chosen], layouts.quota[chosen])
@@ -190,7 +183,7 @@ def _candidates(load: Int[jax.Array, " E"], topology: Topology, perturbations: i
 
 
 def _lay_out(
-    load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, cost: Price, topology: Topology
+    load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, price: Price, topology: Topology
 ) -> _Layout:
     replica, holds = _place(load.sum(0, dtype=jnp.int32), count, topology)
     tokens = _route(load, holds, topology)
@@ -203,7 +196,9 @@ def _lay_out(
     crossing = jnp.where(local_copies == 0, load, 0).sum(dtype=jnp.int32)
     local = jnp.where(holds, load // jnp.maximum(local_copies, 1), 0).sum(dtype=jnp.int32)
     inside = load.sum(dtype=jnp.int32) - crossing - local
-    seconds = jnp.stack([jnp.asarray(unit, jnp.float32) for unit in (cost.crossing, cost.spread, cost.copy)])
+    seconds = jnp.stack(
+        [jnp.asarray(unit, jnp.float32) for unit in (price.crossing, price.spread, price.copy)]
+    )
     time = (seconds * jnp.stack([crossing, inside, top]).astype(jnp.float32)).sum()
     return _Layout(replica, quota, top, time)
 

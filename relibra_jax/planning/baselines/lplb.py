@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.contract.types import EMPTY, Array, Plan, Planner, Topology
+from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.baselines.graphs import graph_edges

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.contract.types import EMPTY, Planner
+from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.types import EMPTY
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 
 
@@ -45,10 +46,11 @@ def moonep(*, packed: bool = False, across_nodes: bool = False) -> Planner:
         A Planner whose state is a KeptHomes.
 
     >>> from relibra_jax.contract.types import Topology
+    >>> from relibra_jax import PlanRequest
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> planner = moonep()
-    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
+    >>> plan, _ = planner.update(PlanRequest(load), planner.init(topology, 1), topology)
     >>> plan.quota.tolist()
     [[[[[40, 10, 0], [6, 4, 40]]]]]
     """

@@ -16,7 +16,8 @@ Homes do not move: they are contiguous, or packed once.
 import functools
 
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import Array, Plan, Planner, Topology
+from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.types import Array, Plan, Topology
 from relibra_jax.planning.baselines.eplb import copy_evenly, pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.per_node import plan_per_node
@@ -38,10 +39,11 @@ def popfetcher(*, packed: bool = False) -> Planner:
 
     >>> import jax
     >>> import jax.numpy as jnp
+    >>> from relibra_jax import PlanRequest
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load, planner = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]), popfetcher()
-    >>> first, state = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
-    >>> second, state = planner.update(load, state, topology)
+    >>> first, state = planner.update(PlanRequest(load), planner.init(topology, 1, key=jax.random.key(0)), topology)
+    >>> second, state = planner.update(PlanRequest(load), state, topology)
     >>> first.quota.sum(-1).tolist(), second.quota.sum(-1).tolist()  # there is no forecast for the first batch
     ([[[[90, 10]]]], [[[[63, 37]]]])
     """

@@ -1,8 +1,9 @@
 """Megatron-LM's contiguous placement, the reference for all other planners."""
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.plan import contiguous_homes, expert_totals
-from relibra_jax.contract.types import Planner, Topology
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.replication import without_replicas
 
 
@@ -15,7 +16,7 @@ def static() -> Planner:
     >>> import jax.numpy as jnp
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = static().update(load, (), topology)
+    >>> plan, _ = static().update(PlanRequest(load), (), topology)
     >>> plan.quota.tolist()
     [[[[[80, 10], [6, 4]]]]]
     """
@@ -24,9 +25,9 @@ def static() -> Planner:
         del topology, num_layers, key
         return ()
 
-    def update(load, state, topology: Topology):
-        check_load(load, topology)
-        load = expert_totals(load)
+    def update(request: PlanRequest, state: tuple[()], topology: Topology) -> tuple[Plan, tuple[()]]:
+        check_load(request.load, topology)
+        load = request.by_expert
         return without_replicas(load, contiguous_homes(topology, load.shape[1]), topology), state
 
     return Planner(init, update)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.contract.types import Planner
+from relibra_jax.contract.planner import Planner
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.planning.baselines.spill import initial_spill, spill
 from relibra_jax.support.limits import check_integer, check_not_negative
@@ -58,10 +58,11 @@ def ultraep(
         ValueError: if ``tolerance`` is negative, or if ``min_tokens`` is not an integer of at least 1.
 
     >>> from relibra_jax.contract.types import Topology
+    >>> from relibra_jax import PlanRequest
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> planner = ultraep(tolerance=0.0)
-    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
+    >>> plan, _ = planner.update(PlanRequest(load), planner.init(topology, 1), topology)
     >>> plan.quota.tolist()
     [[[[[40, 10, 0], [6, 4, 40]]]]]
     """

@@ -8,11 +8,12 @@ where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` 
 that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). Every micro-batch waits for its
 fullest node and its busiest exchange, so the objective takes the maximum over nodes instead of a sum.
 
-The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`. A step prices
-the swap of one expert with a few experts of one other node. Bit planes keep the number of experts that each token has
+The search is annealing over swaps (`relibra_jax.planning.annealing`). A step prices the swap of one expert with a few
+experts of one other node. Bit planes keep the number of experts that each token has
 on each node, so adding or removing an expert is a few operations on words of 32 tokens.
 """
 
+import functools
 from typing import Final, NamedTuple
 
 import jax
@@ -20,8 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 from relibra_jax.contract.plan import inverse_permutation
-from relibra_jax.planning.annealing import cooling
-from relibra_jax.planning.draws import draw_bits, gumbel, integers
+from relibra_jax.planning.annealing import anneal, cooling, draw_bits, integers, scaled_noise
 from relibra_jax.planning.token_bits import TokenBits
 
 HOTTEST: Final = 3e-3
@@ -130,59 +130,85 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
     nodes = len(state.load)
     size = len(state.expert) // nodes
     options = min(CANDIDATES, size)
-    draws = draw_bits(key, (3, steps), (steps, options + 1, 1))
-    i = integers(draws[0][0], nodes * size)
-    q = (i // size + 1 + integers(draws[0][1], max(nodes - 1, 1))) % nodes
-    j = q * size + integers(draws[0][2], size - options + 1)
-    noise, temperature = gumbel(draws[1]), cooling(hottest, COLDEST, steps)
+    bits = draw_bits(key, (3, steps), (steps, options + 1, 1))
+    first = integers(bits[0][0], nodes * size)
+    other = (first // size + 1 + integers(bits[0][1], max(nodes - 1, 1))) % nodes
+    others = other * size + integers(bits[0][2], size - options + 1)
+    noise = scaled_noise(bits[1], cooling(hottest, COLDEST, steps))
+    propose = functools.partial(_propose, problem)
+    return anneal(state, (first, others), noise, propose=propose, apply=_apply)
 
-    def step(state: _State, draw):
-        i, j, temperature, noise = draw
-        p, q = i // size, j // size
-        # The barrier makes all reads come before the writes. Otherwise XLA:CPU would copy the whole carry.
-        item, candidates, planes_p, planes_q = jax.lax.optimization_barrier(
-            (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
-        )
-        rest_p = _subtract(planes_p, item[2][0])
-        visits_p = _zero_own_node(p, problem.tokens.weigh(_any(rest_p)[None] | candidates[2]))
-        one, several = planes_q[0], _any(planes_q[1:])
-        visits_q = _zero_own_node(
-            q, problem.tokens.weigh((several[None] | (one[None] & ~candidates[2])) | item[2])
-        )
-        gain = candidates[1] - item[1]
-        load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
-        moves = _moved(candidates[3], p) + _moved(item[3], q) - _moved(candidates[3], q) - _moved(item[3], p)
-        swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
-        current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
-        stay_time = _time(problem, state, p, q, *current)
-        choice = jnp.argmin(jnp.concatenate([stay_time, swap_times]) - temperature * noise, axis=0) - 1
 
-        def swap(array, item, candidates):
-            index = _aligned(choice[None], array.ndim)
-            partner = jnp.take_along_axis(candidates, jnp.maximum(index, 0), axis=0)
-            is_chosen = index == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
-            array = jax.lax.dynamic_update_slice_in_dim(
-                array, jnp.where(is_chosen, item, candidates), j, axis=0
-            )
-            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(index < 0, item, partner), i, axis=0)
+class _Swaps(NamedTuple):
+    """The swaps of one expert of node p with candidates of node q, and what the nodes would be after each."""
 
-        def select(candidates, old):
-            partner = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
-            partner = jnp.take_along_axis(candidates, partner, axis=0)[0]
-            return jnp.where(_aligned(choice, old.ndim) < 0, old, partner)
+    item: list[jax.Array]
+    candidates: list[jax.Array]
+    rest_p: UInt32[jax.Array, "planes groups N words L"]
+    """The planes of p without the expert."""
+    planes_q: UInt32[jax.Array, "planes groups N words L"]
+    load_p: Float[jax.Array, "C M L"]
+    load_q: Float[jax.Array, "C M L"]
+    visits_p: Float[jax.Array, "C groups N L"]
+    visits_q: Float[jax.Array, "C groups N L"]
 
-        expert, share, bits, old_node = map(swap, state[:4], item, candidates)
-        # Without a swap, the incoming item is the item itself. Subtracting it from q and adding it again changes
-        # nothing, because planes count modulo a power of two.
-        incoming = select(candidates[2], item[2][0])
-        planes_p, planes_q = _add(rest_p, incoming), _add(_subtract(planes_q, incoming), item[2][0])
-        planes = state.planes.at[p].set(planes_p).at[q].set(planes_q)
-        load = state.load.at[p].set(select(load_p, state.load[p])).at[q].set(select(load_q, state.load[q]))
-        visits = state.visits.at[p].set(select(visits_p, state.visits[p]))
-        visits = visits.at[q].set(select(visits_q, state.visits[q]))
-        return _State(expert, share, bits, old_node, load, planes, visits), None
 
-    return jax.lax.scan(step, state, (i, j, temperature, noise))[0]
+def _propose(problem: NodeProblem, state: _State, draw):
+    i, j = draw
+    size = len(state.expert) // len(state.load)
+    p, q, options = i // size, j // size, min(CANDIDATES, size)
+    # The barrier makes all reads come before the writes. Otherwise XLA:CPU would copy the whole state.
+    item, candidates, planes_p, planes_q = jax.lax.optimization_barrier(
+        (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
+    )
+    rest_p = _subtract(planes_p, item[2][0])
+    visits_p = _zero_own_node(p, problem.tokens.weigh(_any(rest_p)[None] | candidates[2]))
+    one, several = planes_q[0], _any(planes_q[1:])
+    stays_q = several[None] | (one[None] & ~candidates[2])
+    visits_q = _zero_own_node(q, problem.tokens.weigh(stays_q | item[2]))
+    gain = candidates[1] - item[1]
+    load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
+    moves = _moved(candidates[3], p) + _moved(item[3], q) - _moved(candidates[3], q) - _moved(item[3], p)
+    swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
+    current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
+    stay_time = _time(problem, state, p, q, *current)
+    swaps = _Swaps(item, candidates, rest_p, planes_q, load_p, load_q, visits_p, visits_q)
+    return jnp.concatenate([stay_time, swap_times]), swaps
+
+
+def _apply(state: _State, draw, swaps: _Swaps, choice: Int[jax.Array, " L"]) -> _State:
+    i, j = draw
+    size = len(state.expert) // len(state.load)
+    p, q, options = i // size, j // size, len(swaps.load_p)
+
+    def swap(array, item, candidates):
+        index = _aligned(choice[None], array.ndim)
+        partner = jnp.take_along_axis(candidates, jnp.maximum(index, 0), axis=0)
+        is_chosen = index == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
+        array = jax.lax.dynamic_update_slice_in_dim(array, jnp.where(is_chosen, item, candidates), j, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(index < 0, item, partner), i, axis=0)
+
+    def select(candidates, old):
+        partner = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
+        partner = jnp.take_along_axis(candidates, partner, axis=0)[0]
+        return jnp.where(_aligned(choice, old.ndim) < 0, old, partner)
+
+    expert, share, bits, old_node = map(swap, state[:4], swaps.item, swaps.candidates)
+    # Without a swap, the incoming item is the item itself. Subtracting it from q and adding it again changes nothing,
+    # because planes count modulo a power of two.
+    leaving = swaps.item[2][0]
+    incoming = select(swaps.candidates[2], leaving)
+    planes_p, planes_q = _add(swaps.rest_p, incoming), _add(_subtract(swaps.planes_q, incoming), leaving)
+    planes = state.planes.at[p].set(planes_p).at[q].set(planes_q)
+    load = (
+        state.load.at[p]
+        .set(select(swaps.load_p, state.load[p]))
+        .at[q]
+        .set(select(swaps.load_q, state.load[q]))
+    )
+    visits = state.visits.at[p].set(select(swaps.visits_p, state.visits[p]))
+    visits = visits.at[q].set(select(swaps.visits_q, state.visits[q]))
+    return _State(expert, share, bits, old_node, load, planes, visits)
 
 
 def _items(state: _State, first, count: int):

@@ -1,4 +1,4 @@
-"""Sampled tokens of a batch with their routes, from which planners estimate crossings.
+"""Routes of sampled tokens of a batch, from which planners estimate crossings.
 
 A few thousand tokens are enough to estimate the number of distinct tokens that cross between nodes: the mean over a
 layer is then known to about 1%.
@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay, TokenSample
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay
 from relibra_jax.support.limits import check_integer
 
 TOKENS: Final = 16_384
@@ -62,7 +63,7 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     return Routes(ids.reshape(-1, *ids.shape[2:])[position], sample)
 
 
-def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
+def place_routes(routes: Routes, assignment: Assignment) -> PlacedRoutes:
     """Find the micro-batch and rank of sampled tokens under an assignment.
 
     Args:
@@ -86,4 +87,4 @@ def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
     unassigned = (sample.ravel()[position] != routes.sample) | (routes.sample == EMPTY)
     bin_ = position // room
     micro_batch = jnp.where(unassigned, EMPTY, bin_ // ranks)
-    return TokenSample(routes.expert_ids, micro_batch, jnp.where(unassigned, EMPTY, bin_ % ranks))
+    return PlacedRoutes(routes.expert_ids, micro_batch, jnp.where(unassigned, EMPTY, bin_ % ranks))

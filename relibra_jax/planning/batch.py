@@ -1,0 +1,154 @@
+"""What is known of a batch before it runs: token counts of each sample, and the routes of sampled tokens."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, Integer
+
+from relibra_jax.contract.check import check_load
+from relibra_jax.contract.planner import Transitions
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay, Topology, check_shape
+from relibra_jax.planning.routes import Routes, sample_routes
+from relibra_jax.planning.transitions import count_transitions
+
+
+class Batch(NamedTuple):
+    """The samples of a batch, as planning sees them. Integers may have any integer dtype."""
+
+    sample_load: Integer[Array, "B L E"]
+    """The number of token copies of each sample for each expert, from `relibra_jax.sample_counts` in rollout workers or
+    from `relibra_jax.sample_load`."""
+    lengths: Integer[Array, " B"]
+    """The number of real tokens of each sample."""
+    routes: Routes | None = None
+    """Sampled tokens with their experts. Without them homes are searched for balance, and crossings are counted in
+    token copies instead of tokens. On one node nothing crosses, so routes make no difference."""
+    transitions: Transitions | None = None
+    """Transition counts, for planners with ``uses_transitions``."""
+    row_length: Float[Array, ""] | float | None = None
+    """T, the number of token positions of a sample in the replay, to which rows that are not packed are padded. None
+    for the longest sample."""
+
+
+def count_batch(
+    replay: RoutingReplay, topology: Topology, *, with_routes: bool = True, with_transitions: bool = False
+) -> Batch:
+    """Count what planning needs from the routing replay of a batch. The function is compiled, and works under jit.
+
+    Args:
+        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
+        topology: the expert-parallel group.
+        with_routes: whether to sample routes. They are needed if the price has crossings.
+        with_transitions: whether to count transitions, for planners with ``uses_transitions``.
+
+    Returns:
+        The batch.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> replay = RoutingReplay(np.zeros((2, 8, 3, 1), np.uint8), np.arange(8) < np.array([[8], [5]]))
+    >>> batch = count_batch(replay, topology)
+    >>> batch.sample_load[:, 0].tolist(), batch.lengths.tolist()
+    ([[8, 0, 0, 0], [5, 0, 0, 0]], [8, 5])
+    """
+    counts = _count(
+        replay,
+        num_experts=topology.num_experts,
+        with_routes=with_routes,
+        with_transitions=with_transitions,
+    )
+    return counts._replace(row_length=float(replay.mask.shape[1]))
+
+
+@functools.partial(jax.jit, static_argnames=("num_experts", "with_routes", "with_transitions"))
+def _count(replay: RoutingReplay, *, num_experts: int, with_routes: bool, with_transitions: bool) -> Batch:
+    return Batch(
+        sample_load(replay, num_experts=num_experts),
+        jnp.asarray(replay.mask).sum(1, dtype=jnp.int32),
+        sample_routes(replay) if with_routes else None,
+        count_transitions(replay, num_experts=num_experts) if with_transitions else None,
+    )
+
+
+def widen_counts(batch: Batch, topology: Topology) -> Batch:
+    """Convert counts to int32, so that sums over samples do not overflow the small integers that workers send.
+
+    Args:
+        batch: the batch, with counts in any integer dtypes.
+        topology: the expert-parallel group.
+
+    Returns:
+        The batch with counts in int32.
+
+    Raises:
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``lengths`` and E the experts of the
+            topology.
+    """
+    load, lengths = jnp.asarray(batch.sample_load, jnp.int32), jnp.asarray(batch.lengths, jnp.int32)
+    check_shape("sample_load", load.shape, (len(lengths), *load.shape[1:2], topology.num_experts))
+    return batch._replace(sample_load=load, lengths=lengths)
+
+
+def check_counts(batch: Batch, starts: Sequence[Assignment], topology: Topology) -> None:
+    """Raise ValueError unless planners can use the loads of the first assignments. Traced values are not checked.
+
+    Args:
+        batch: the batch.
+        starts: the first assignment of every stage.
+        topology: the expert-parallel group.
+
+    Raises:
+        ValueError: under the conditions of `relibra_jax.contract.check.check_load`.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((batch.sample_load, starts))):
+        return
+    load = np.asarray(batch.sample_load)
+    if load.min(initial=0) >= 0 and load.sum((0, 2), dtype=np.int64).max(initial=0) < 2**31:
+        return
+    load = np.concatenate([load, np.zeros_like(load[:1])])  # an EMPTY position takes the last row
+    for start in starts:
+        by_rank = np.stack([load[ranks].sum(2) for ranks in np.asarray(start.sample)])
+        check_load(np.moveaxis(by_rank, 3, 1), topology)
+
+
+def fill_unfinished(batch: Batch, finished: Bool[Array, " B"]) -> Batch:
+    """Replace the counts of unfinished samples of a batch by those of finished samples. Works under jit.
+
+    An unfinished sample gets the counts of the finished sample nearest to it in the batch; of two equally near ones,
+    the earlier. Responses to one prompt are neighbours in the batch, and their routing is similar. Single samples are
+    used instead of a mean so that micro-batches are as uneven as they will be.
+
+    Args:
+        batch: the batch whose rollout still runs. Entries of unfinished samples are not read.
+        finished: whether each sample has finished. If none has, all counts are 0.
+
+    Returns:
+        The batch with the counts and lengths of all samples, int32. Use the homes and residents of its plan as the
+        ``start`` of the plan from the complete batch.
+
+    Raises:
+        ValueError: if the arrays have different numbers of samples.
+
+    >>> batch = Batch(jnp.array([[[9, 1]], [[0, 0]], [[0, 0]], [[2, 6]]]), jnp.array([5, 0, 0, 4]))
+    >>> batch = fill_unfinished(batch, jnp.array([True, False, False, True]))
+    >>> batch.sample_load[:, 0].tolist(), batch.lengths.tolist()
+    ([[9, 1], [9, 1], [2, 6], [2, 6]], [5, 5, 4, 4])
+    """
+    check_shape("lengths", batch.lengths.shape, batch.sample_load.shape[:1])
+    check_shape("finished", finished.shape, batch.sample_load.shape[:1])
+    index = jnp.arange(len(batch.lengths), dtype=jnp.int32)
+    beyond = 2 * len(index)
+    earlier = jax.lax.cummax(jnp.where(finished, index, -beyond))
+    later = jax.lax.cummin(jnp.where(finished, index, beyond), reverse=True)
+    nearest = jnp.where(index - earlier <= later - index, earlier, later)
+    nearest = jnp.where(jnp.asarray(finished).any(), nearest, EMPTY)
+
+    def of_nearest(counts: Array) -> Int[jax.Array, "B ..."]:
+        counts = jnp.asarray(counts, jnp.int32)
+        return counts.at[nearest].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return batch._replace(sample_load=of_nearest(batch.sample_load), lengths=of_nearest(batch.lengths))

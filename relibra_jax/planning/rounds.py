@@ -1,0 +1,332 @@
+"""Alternate sample assignment and expert placement over the stages of a batch, and keep the cheapest plan.
+
+Placement plans homes for the current assignment of samples; assignment then moves the samples to suit the current
+homes. A stage runs all samples of the batch, or a range of them, in its own micro-batches; all stages share homes and
+residents. The planner sees the micro-batches of all stages concatenated along M, and its plan is split along M again.
+``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, PRNGKeyArray
+
+from relibra_jax.contract.plan import contiguous_homes, resident_experts
+from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
+from relibra_jax.contract.replay import assigned_load
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
+from relibra_jax.planning.assignment import Assign
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_price import price_stages
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.planning.routes import Routes, place_routes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("batch", "state", "starts", "prices", "key", "start"),
+    meta_fields=("planner", "topology", "samples", "assign", "rounds"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that the plans of a batch depend on."""
+
+    batch: Batch
+    """The samples of the batch, with counts in int32."""
+    planner: Planner
+    state: Any
+    """The planner's state before the batch, from which every round plans."""
+    topology: Topology
+    starts: tuple[Assignment, ...]
+    """The assignment of each stage's samples for the first plan."""
+    samples: tuple[range, ...]
+    """The samples of each stage, as a range of consecutive samples of the batch."""
+    prices: tuple[Price, ...]
+    """The price of each stage."""
+    assign: Assign | None
+    """The function that assigns the samples of one stage. None keeps the first assignments."""
+    key: PRNGKeyArray | None
+    """Random key for ``assign``."""
+    rounds: int
+    """The number of rounds of assignment and placement; 0 without ``assign``."""
+    start: Placement | None
+    """The homes and residents to which the first round assigns samples, instead of making a first plan for
+    ``starts``."""
+
+    @property
+    def previous_home(self) -> Int[jax.Array, "L E"] | None:
+        """The homes before the batch, if the planner's state has them."""
+        home = getattr(self.state, "home", None)
+        return None if home is None else jnp.asarray(home, jnp.int32)
+
+    @property
+    def no_homes(self) -> Int[jax.Array, "L E"]:
+        """Homes that are all EMPTY: a search that starts from nothing."""
+        shape = (self.batch.sample_load.shape[1], self.topology.num_experts)
+        return jnp.full(shape, EMPTY, jnp.int32)
+
+
+@jax.jit
+def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
+    """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
+
+    The plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds is returned. For a planner with
+    ``replicate``, it also costs no more than to leave the experts at their homes, with or without replicas, to bring
+    them to contiguous homes, or to do without residents, each under the first and under the best assignment.
+
+    From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
+    experts at nearly equal balance (``python -m experiments.bench_warm_start``).
+
+    Args:
+        problem: everything that the plans depend on.
+
+    Returns:
+        The batch plan of each stage, and the planner's state after the batch.
+    """
+    rounds, topology = problem.rounds, problem.topology
+    can_stay = problem.planner.replicate is not None and problem.previous_home is not None
+    if not rounds and not can_stay:
+        return _plan_round(problem, problem.starts, None if problem.start is None else problem.start.home)
+
+    # One loop compiles placement, the assignment of each stage and the price only once.
+    first = int(bool(rounds) and problem.start is not None)
+    ways = 3 + bool(topology.resident_slots)  # of doing less, as `_stay` has them
+    stays = ways * (1 + bool(rounds)) if can_stay else 0
+    starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
+    stages, _ = jax.eval_shape(functools.partial(_plan_round, problem), starts, problem.no_homes)
+    blank = jax.tree.map(jnp.zeros_like, stages)
+    nothing = _Best(blank, problem.state, jnp.float32(jnp.inf))
+
+    def run_round(number, latest: _Latest):
+        assignments = starts
+        if rounds:
+            assign = functools.partial(_assign_stages, problem)
+            inputs = (number == 0, lambda *_: starts, assign, latest.placement, latest.assignments)
+            assignments = jax.lax.cond(*inputs)
+        return _plan_round(problem, assignments, _search_start(problem, latest.placement, number))
+
+    def stay(number, latest: _Latest, best: _Best):
+        which = number - rounds - 1
+        under_best = _assignments(best.stages)
+        assignments = jax.tree.map(functools.partial(jnp.where, which < ways), starts, under_best)
+        return _stay(problem, assignments, which % ways, best.stages[0].plan.home, latest.state)
+
+    def body(number, carry: tuple[_Best, _Latest]) -> tuple[_Best, _Latest]:
+        best, latest = carry
+        staying = number > rounds
+        if stays:
+            result = jax.lax.cond(
+                staying, lambda: stay(number, latest, best), lambda: run_round(number, latest)
+            )
+        else:
+            result = run_round(number, latest)
+        seconds = price_stages(
+            result[0], problem.batch, topology, problem.prices, previous_home=problem.previous_home
+        )
+        cheaper = functools.partial(jnp.where, seconds < best.seconds)
+        after = _Latest(result[1], _next_placement(problem, result[0], number), _assignments(result[0]))
+        kept = functools.partial(jnp.where, staying)
+        return jax.tree.map(cheaper, _Best(result[0], result[1], seconds), best), jax.tree.map(
+            kept, latest, after
+        )
+
+    latest = _Latest(problem.state, _first_placement(problem, blank), starts)
+    best, _ = jax.lax.fori_loop(first, rounds + 1 + stays, body, (nothing, latest))
+    return best.stages, best.state
+
+
+class _Best(NamedTuple):
+    """The cheapest plan so far."""
+
+    stages: tuple[BatchPlan, ...]
+    state: Any
+    seconds: Float[jax.Array, ""]
+
+
+class _Latest(NamedTuple):
+    """What the latest round leaves to the next one."""
+
+    state: Any
+    placement: Placement
+    assignments: tuple[Assignment, ...]
+
+
+def _assignments(stages: Sequence[BatchPlan]) -> tuple[Assignment, ...]:
+    return tuple(stage.assignment for stage in stages)
+
+
+def _search_start(problem: Problem, placement: Placement, number: Array) -> Int[Array, "L E"] | None:
+    """Return the homes at which the search of a round starts; None for a search that no round follows."""
+    if not problem.rounds:
+        return None if problem.start is None else problem.start.home
+    return jnp.where(number == 0, problem.no_homes, placement.home)
+
+
+def _first_placement(problem: Problem, blank: Sequence[BatchPlan]) -> Placement:
+    """Return the homes and residents to which the first assignment of samples is made, if they are known."""
+    if problem.start is not None:
+        return jax.tree.map(jnp.asarray, problem.start)
+    return Placement(problem.no_homes, jnp.asarray(resident_experts(blank[0].plan, problem.topology)))
+
+
+def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array) -> Placement:
+    """Return the homes and residents for the next assignment: those of the plan, or of the batch before."""
+    plan, home = stages[0].plan, problem.previous_home
+    placement = Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, problem.topology)))
+    if home is None:
+        return placement
+    # Contiguous homes are those of a planner that has seen no batch.
+    begins = (number == 0) & (home != contiguous_homes(problem.topology, len(home))).any()
+    before = Placement.without_residents(home, problem.topology)
+    return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
+
+
+def _plan_round(
+    problem: Problem, assignments: Sequence[Assignment], start: Int[Array, "L E"] | None
+) -> tuple[tuple[BatchPlan, ...], Any]:
+    """Plan all stages for their assignments with one call of the planner."""
+    loads, request = _request(problem, assignments)
+    plan, state = problem.planner.update(request._replace(start=start), problem.state, problem.topology)
+    return _split_stages(assignments, loads, plan), state
+
+
+def _stay(
+    problem: Problem,
+    assignments: Sequence[Assignment],
+    which: Array,
+    best_home: Int[Array, "L E"],
+    state: Any,
+) -> tuple[tuple[BatchPlan, ...], Any]:
+    """Plan without a search and without residents, in one of four ways.
+
+    They are the previous homes with replicas (0) or without (1), contiguous homes (2), and the best homes (3).
+    """
+    replicate, before, topology = problem.planner.replicate, problem.previous_home, problem.topology
+    assert replicate is not None
+    assert before is not None
+    loads, request = _request(problem, assignments)
+    contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
+    home = jnp.stack([before, before, contiguous, best_home])[which]
+    plan = jax.lax.cond(
+        which == 1,
+        lambda: without_replicas(request.by_expert, home, topology),
+        lambda: replicate(request, Placement.without_residents(home, topology), topology),
+    )
+    return _split_stages(assignments, loads, plan), state._replace(home=plan.home)
+
+
+def _request(
+    problem: Problem, assignments: Sequence[Assignment]
+) -> tuple[list[Int[jax.Array, "M L N G E"]], PlanRequest]:
+    """Return the load of each stage, and all that the planner may look at."""
+    batch = problem.batch
+    loads = [assigned_load(batch.sample_load, each) for each in assignments]
+    routes = None
+    if batch.routes is not None:
+        routes = _place_in_stages(batch.routes, assignments, problem.samples)
+    load = jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
+    price = _price_of_batch(problem.prices, problem.samples)
+    return loads, PlanRequest(load, routes, batch.transitions, price)
+
+
+def _split_stages(
+    assignments: Sequence[Assignment], loads: Sequence[Array], plan: Plan
+) -> tuple[BatchPlan, ...]:
+    """Split a plan along M into the plans of the stages, all with the same homes."""
+    sizes = [len(load) for load in loads]
+    plans = (
+        Plan(plan.slot_expert[end - size : end], plan.home, plan.quota[end - size : end])
+        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+    )
+    return tuple(map(BatchPlan, assignments, loads, plans))
+
+
+def _assign_stages(
+    problem: Problem, placement: Placement, latest: Sequence[Assignment]
+) -> tuple[Assignment, ...]:
+    """Assign the samples of every stage for given homes and residents."""
+    assert problem.assign is not None
+    assignments = []
+    for stage, samples, price in zip(latest, problem.samples, problem.prices, strict=True):
+        assignment = problem.assign(
+            _samples_of(problem.batch, samples),
+            placement,
+            problem.topology,
+            start=shift_samples(stage, -samples.start),
+            price=price,
+            key=problem.key,
+        )
+        assignments.append(shift_samples(assignment, samples.start))
+    return tuple(assignments)
+
+
+def _samples_of(batch: Batch, samples: range) -> Batch:
+    """Return the part of a batch in a range of samples, numbered from its start; other samples' routes get EMPTY."""
+    part, routes = slice(samples.start, samples.stop), batch.routes
+    if routes is not None:
+        sample = jnp.asarray(routes.sample)
+        inside = (sample >= samples.start) & (sample < samples.stop)
+        routes = Routes(routes.expert_ids, jnp.where(inside, sample - samples.start, EMPTY))
+    return batch._replace(sample_load=batch.sample_load[part], lengths=batch.lengths[part], routes=routes)
+
+
+def shift_samples(assignment: Assignment, by: int) -> Assignment:
+    """Add an offset to the sample numbers of an assignment; EMPTY stays EMPTY.
+
+    Args:
+        assignment: the assignment.
+        by: the offset, which may be negative.
+
+    Returns:
+        The assignment with shifted sample numbers.
+
+    >>> shift_samples(Assignment(jnp.array([[[[0, EMPTY]]]])), 16).sample.tolist()
+    [[[[16, -1]]]]
+    """
+    sample = assignment.sample
+    return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
+
+
+def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
+    """Average the prices over the samples of all stages; pushes add up, because residents serve all stages."""
+    total = sum(map(len, samples))
+    parts = [len(stage_range) / total for stage_range in samples]
+    mean = jax.tree.map(lambda *costs: sum(map(operator.mul, costs, parts)), *prices)
+    pushes = {name: sum(getattr(price, name) for price in prices) for name in ("push", "push_inside")}
+    return dataclasses.replace(mean, **pushes)
+
+
+def _place_in_stages(
+    routes: Routes, assignments: Sequence[Assignment], samples: Sequence[range]
+) -> PlacedRoutes:
+    """Place the sampled tokens in every stage, with micro-batches numbered consecutively over the stages.
+
+    Consecutive stages that have no sample in common share one copy of the tokens.
+    """
+    first = 0
+    passes: list[PlacedRoutes] = []
+    ranges: list[range] = []
+    for assignment, stage_range in zip(assignments, samples, strict=True):
+        placed = place_routes(routes, assignment)
+        in_stage = placed.micro_batch != EMPTY
+        placed = placed._replace(micro_batch=jnp.where(in_stage, placed.micro_batch + first, EMPTY))
+        if passes and all(
+            stage_range.stop <= other.start or other.stop <= stage_range.start for other in ranges
+        ):
+            previous = passes.pop()
+            placed = placed._replace(
+                micro_batch=jnp.where(in_stage, placed.micro_batch, previous.micro_batch),
+                rank=jnp.where(in_stage, placed.rank, previous.rank),
+            )
+        else:
+            ranges = []
+        passes.append(placed)
+        ranges.append(stage_range)
+        first += len(assignment.sample)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
