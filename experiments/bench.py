@@ -16,19 +16,21 @@ from rich.table import Table
 
 from experiments.interleaving import interleaved
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.replay import assigned_load
-from relibra_jax.contract.types import BatchPlan, Plan, Topology
+from relibra_jax.contract.types import BALANCE, BatchPlan, Plan, Price, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.eplb import rebalance_experts
-from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.routes import Routes
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import Routes
 
 console = Console()
 EPLB_ARGS = (288, 8, 4, 32)
@@ -71,18 +73,20 @@ def bench_planners() -> None:
     home = runs["relibra"]()[0].home
     replicate = jax.jit(replicate_experts, static_argnums=2)
     by_expert = load.sum((2, 3))
-    runs["relibra, replication only"] = lambda: replicate(by_expert, home, BATCH)
+    request, placement = PlanRequest(load), Placement.without_residents(home, BATCH)
+    runs["relibra, replication only"] = lambda: replicate(request, placement, BATCH)
     planner, key = PLANNERS["relibra"].planner, jax.random.key(0)
     state = planner.init(BATCH, LAYERS, key=key)
 
-    def joint(topology: Topology, **extra: Any) -> tuple[BatchPlan, Any]:
-        options = {"num_micro_batches": MICRO_BATCHES, "assign": assign_samples, "key": key, **extra}
-        return plan_loads(replay_load, tokens, planner, state, topology, **options)
+    def joint(batch: Batch, topology: Topology, cost: Price) -> tuple[BatchPlan, Any]:
+        options = {"stages": MICRO_BATCHES, "assign": assign_samples, "key": key, "cost": cost}
+        return plan_batch(batch, planner, state, topology, **options)
 
-    extra: dict[str, Any] = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
-    runs["relibra, samples assigned"] = lambda: joint(BATCH)
-    runs["relibra, minimising time, samples assigned"] = lambda: joint(BATCH, **extra)
-    runs["relibra, minimising time, one resident slot"] = lambda: joint(WITH_RESIDENTS, **extra)
+    counts = Batch(replay_load, tokens)
+    batch = counts._replace(routes=sample_tokens(replay_load, tokens, top_k=8))
+    runs["relibra, samples assigned"] = lambda: joint(counts, BATCH, BALANCE)
+    runs["relibra, minimising time, samples assigned"] = lambda: joint(batch, BATCH, COST)
+    runs["relibra, minimising time, one resident slot"] = lambda: joint(batch, WITH_RESIDENTS, COST)
     seconds = interleaved(runs, repeats=3)
     rows = LAYERS * MICRO_BATCHES
     table = _table(
@@ -121,15 +125,13 @@ def bench_compilation() -> None:
         planner = relibra()
         state = planner.init(topology, layers, key=jax.random.key(0))
 
-        def plan(
-            load, tokens, state, key, extra, topology=topology, planner=planner, micro_batches=micro_batches
-        ):
-            options = {"num_micro_batches": micro_batches, "assign": assign_samples, "key": key}
-            return plan_loads(load, tokens, planner, state, topology, **options, **extra)
+        def plan(batch, state, key, cost, topology=topology, planner=planner, micro_batches=micro_batches):
+            options = {"stages": micro_batches, "assign": assign_samples, "key": key, "cost": cost}
+            return plan_batch(batch, planner, state, topology, **options)
 
         load, tokens = sample_loads(samples, layers, topology.num_experts)
-        extra = {"routes": sample_tokens(load, tokens, top_k=8), "cost": COST} if in_time else {}
-        arguments = (load, tokens, state, jax.random.key(0), extra)
+        routes = sample_tokens(load, tokens, top_k=8) if in_time else None
+        arguments = (Batch(load, tokens, routes), state, jax.random.key(0), COST if in_time else BALANCE)
         start, cpu_start = time.perf_counter(), time.process_time()
         compiled = jax.jit(plan).lower(*arguments).compile()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start

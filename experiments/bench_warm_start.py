@@ -17,23 +17,21 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.program import run_program
-from relibra_jax.contract.plan import rank_load, resident_experts
+from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.planner import Placement
 from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import EMPTY, RoutingReplay, Topology
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
-from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.token_sample import sample_routes
-from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 
@@ -57,8 +55,6 @@ class BenchWarmStart:
     """The number of ranks of a node."""
     micro_batches: int = 8
     """The number of micro-batches of a batch."""
-    resident_slots: int = 0
-    """The number of resident slots of a rank."""
     seeds: int = 4
     """The number of draws of the two batches; the table shows means over them."""
 
@@ -80,40 +76,31 @@ def main(config: BenchWarmStart) -> None:
         ranks_per_node=config.ranks_per_node,
         num_experts=trace.num_experts,
         replica_slots=2,
-        resident_slots=config.resident_slots,
     )
     load = np.asarray(sample_load(trace.replay, num_experts=trace.num_experts))
-    tokens = np.asarray(trace.replay.mask.sum(1))
+    lengths = np.asarray(trace.replay.mask.sum(1))
     rows = topology.num_ranks * config.micro_batches
-    size = len(tokens) // 2 // rows * rows
+    size = len(lengths) // 2 // rows * rows
     if not size:
         raise ValueError(
-            f"{trace.name} has {len(tokens)} samples, but two batches need at least two for each of"
+            f"{trace.name} has {len(lengths)} samples, but two batches need at least two for each of"
             f" {topology.num_ranks} ranks x micro_batches={config.micro_batches}"
         )
     start = assign_in_order(size, topology, num_micro_batches=config.micro_batches)
-    no_residents = jnp.full(
-        (load.shape[1], *start.sample.shape[1:3], config.resident_slots), EMPTY, jnp.int32
-    )
 
-    @functools.partial(jax.jit, static_argnames="rounds")
-    def plan(load, tokens, state, key, warm_start, routes, *, rounds):
-        return plan_loads(
-            *(load, tokens, PLANNER, state, topology),
-            num_micro_batches=config.micro_batches,
-            start=start,
+    def plan(batch, state, key, home_start, *, rounds):
+        (batch_plan,), state = plan_batch(
+            batch,
+            PLANNER,
+            state,
+            topology,
+            stages=[Stage(config.micro_batches, start=start)],
             assign=assign_samples,
             key=key,
             rounds=rounds,
-            routes=routes,
-            warm_start=warm_start,
+            start=home_start,
         )
-
-    def routes_of(samples):
-        """Sample tokens with their routes, from which residents are planned; they come with the last response."""
-        if not config.resident_slots:
-            return None
-        return sample_routes(RoutingReplay(trace.replay.expert_ids[samples], trace.replay.mask[samples]))
+        return batch_plan, state
 
     @jax.jit
     def measure(batch_plan, previous_home):
@@ -123,21 +110,18 @@ def main(config: BenchWarmStart) -> None:
 
     measured: Measured = {}
     for seed in range(config.seeds):
-        order = np.random.default_rng(seed).permutation(len(tokens))
+        order = np.random.default_rng(seed).permutation(len(lengths))
         first, second = order[:size], order[size : 2 * size]
         keys = jax.random.split(jax.random.key(seed), 4)
         state = PLANNER.init(topology, load.shape[1], key=keys[0])
-        _, state = plan(load[first], tokens[first], state, keys[1], None, routes_of(first), rounds=4)
-        counts = load[second], tokens[second]
-        starts = {"cold start": None, "previous batch": Placement(state.home, no_residents)}
+        _, state = plan(Batch(load[first], lengths[first]), state, keys[1], None, rounds=4)
+        batch = Batch(load[second], lengths[second])
+        starts = {"cold start": None, "previous batch": Placement.without_residents(state.home, topology)}
         for share in FINISHED:
-            early, _ = plan(*_finished(counts, share), state, keys[2], None, None, rounds=4)
-            resident = jnp.asarray(resident_experts(early.plan, topology))
-            starts[f"{share:.0%} of the samples"] = Placement(early.plan.home, resident)
-        for (name, warm_start), rounds in itertools.product(starts.items(), ROUNDS):
-            run = functools.partial(
-                plan, *counts, state, keys[3], warm_start, routes_of(second), rounds=rounds
-            )
+            early, _ = plan(_finished(batch, share), state, keys[2], None, rounds=4)
+            starts[f"{share:.0%} of the samples"] = Placement.without_residents(early.plan.home, topology)
+        for (name, home_start), rounds in itertools.product(starts.items(), ROUNDS):
+            run = functools.partial(plan, batch, state, keys[3], home_start, rounds=rounds)
             batch_plan, _ = jax.block_until_ready(run())
             clock = time.perf_counter()
             jax.block_until_ready(run())
@@ -147,17 +131,17 @@ def main(config: BenchWarmStart) -> None:
             )
     title = (
         f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
-        f" {config.ranks_per_node} ranks, 2 replica slots and {config.resident_slots} resident slots per rank; means of"
+        f" {config.ranks_per_node} ranks,2 replica slots per rank; means of"
         f" {config.seeds} draws"
     )
     Console(width=120).print(_table(measured, title))
 
 
-def _finished(counts: tuple[np.ndarray, np.ndarray], share: float) -> tuple[jax.Array, jax.Array]:
+def _finished(batch: Batch, share: float) -> Batch:
     """Estimate the counts of a batch in which only a share of the samples, the shortest ones, have finished."""
-    finished = np.zeros(len(counts[1]), bool)
-    finished[np.argsort(counts[1], kind="stable")[: int(share * len(finished))]] = True
-    return fill_unfinished(*counts, finished)
+    finished = np.zeros(len(batch.lengths), bool)
+    finished[np.argsort(batch.lengths, kind="stable")[: int(share * len(finished))]] = True
+    return fill_unfinished(batch, finished)
 
 
 def _table(measured: Measured, title: str) -> Table:

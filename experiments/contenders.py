@@ -4,17 +4,23 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.contract.plan import rank_load
-from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
-from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.contract.types import (
+    BALANCE,
+    EMPTY,
+    Array,
+    Assignment,
+    BatchPlan,
+    Price,
+    RoutingReplay,
+    Topology,
+)
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.routing.sizes import Capacities, count_capacities
 from relibra_jax.routing.visits import node_visits
 from relibra_jax.traces.trace import Trace
@@ -137,7 +143,7 @@ def route_evenly(samples: Samples, num_experts: int) -> Samples:
 
 
 def plan_contender(
-    samples: Samples, planner_name: str, topology: Topology, *, cost: Price | None = None
+    samples: Samples, planner_name: str, topology: Topology, *, cost: Price = BALANCE
 ) -> ContenderBatch:
     """Plan a batch with one planner and count its buffer sizes.
 
@@ -145,24 +151,14 @@ def plan_contender(
         samples: the batch.
         planner_name: the name of a planner in `PLANNERS`.
         topology: the expert-parallel group.
-        cost: the unit times that the planner receives together with a sample of the tokens. None plans from loads
-            alone.
+        cost: the price. The default plans from loads alone.
     """
     ids, mask, assignment = samples
     replay = RoutingReplay(np.maximum(ids, 0), mask)
     planner = PLANNERS[planner_name].planner
     state = planner.init(topology, ids.shape[2], key=jax.random.key(0))
-    batch_plan, _ = plan_loads(
-        sample_load(replay, num_experts=topology.num_experts),
-        jnp.asarray(mask.sum(1, dtype=np.int32)),
-        planner,
-        state,
-        topology,
-        num_micro_batches=len(assignment.sample),
-        start=assignment,
-        cost=cost,
-        routes=None if cost is None else sample_routes(replay),
-    )
+    stage = Stage(len(assignment.sample), start=assignment)
+    (batch_plan,), _ = plan_batch(replay, planner, state, topology, stages=[stage], cost=cost)
     visits = node_visits(replay, batch_plan, topology)
     capacities = count_capacities(batch_plan.layer_plans(), topology, visits=visits)
     return ContenderBatch(_tokens_of_ranks(samples), batch_plan, visits, capacities)

@@ -189,8 +189,7 @@ def plan_roads(case: Case, config: FrontDoor, *, only: str | None = None) -> dic
         return run.stages[0], run.state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:
-        options = {"num_micro_batches": number, "cost": cost, "assign": assign, "key": key}
-        return plan_batch(replay, planner, state, topology, **options)
+        return plan_batch(replay, planner, state, topology, stages=number, cost=cost, assign=assign, key=key)
 
     def compare() -> Planned:
         contender = Contender(entry=entry, assign=assign_samples)

@@ -12,6 +12,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from relibra_jax.planning.plan_stages import plan_stages
 from support.plans import random_routing
 
 from relibra_jax.contract.check import check_plan
@@ -26,7 +27,6 @@ from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch, plan_loads
-from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.relibra import RelibraState, relibra
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.routing.visits import node_visits

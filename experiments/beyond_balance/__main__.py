@@ -204,14 +204,17 @@ def run_planner(
     starts = {"cold": (first, contiguous)}
     if any(start == "steady" for start, _ in variants):
         previous_plan, state = plan_batch(
-            *(draw.before, planner, first, topology), num_micro_batches=draw.micro_batches_before, cost=cost
+            draw.before, planner, first, topology, stages=draw.micro_batches_before, cost=cost
         )
         starts["steady"] = state, np.asarray(previous_plan.plan.home)
     for start, assigned in variants:
         state, home = starts[start]
         batch_plan, _ = plan_batch(
-            *(draw.batch, planner, state, topology),
-            num_micro_batches=draw.micro_batches,
+            draw.batch,
+            planner,
+            state,
+            topology,
+            stages=draw.micro_batches,
             assign=assign_samples if assigned else None,
             key=jax.random.key(seed),
             cost=cost,

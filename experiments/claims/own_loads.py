@@ -11,7 +11,8 @@ from jaxtyping import Int
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load, replica_count
-from relibra_jax.contract.types import Plan, Planner, Topology
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.moonep import moonep
@@ -103,11 +104,11 @@ def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topo
     load = jnp.zeros(shape, jnp.int32).at[0, :, 0, 0].set(jnp.asarray(experts, jnp.int32))
     update = jax.jit(planner.update, static_argnames="topology")
     _, state = update(
-        jnp.full_like(load, 64),
+        PlanRequest(jnp.full_like(load, 64)),
         planner.init(topology, len(experts), key=jax.random.key(0)),
         topology=topology,
     )
-    plan, _ = update(load, state, topology=topology)
+    plan, _ = update(PlanRequest(load), state, topology=topology)
     check_plan(plan, load, topology)
     return plan
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
@@ -116,15 +117,17 @@ def plan_placement(
     layers, experts = load.shape
     topology = _topology(num_groups, experts, 0)
     check_integer("replica_slots", replica_slots, least=0, most=experts)
-    batch_load = jnp.asarray(load, jnp.int32)[None]
+    on_ranks = jnp.zeros((1, layers, 1, num_groups, experts), jnp.int32).at[0, :, 0, 0].set(load)
+    request = PlanRequest(on_ranks)  # the rank of the tokens does not matter: nothing pays for crossings
     home = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32), (layers, experts))
     if 1 < num_groups < experts:
-        home = place_experts(batch_load, home, topology, key=key, move_cost=0.0, steps=STEPS).home
+        home = place_experts(request, home, topology, key=key, steps=STEPS).home
     group = np.asarray(home) // topology.home_slots
     share = np.eye(num_groups, dtype=np.float32)[group]
     if replica_slots:
         topology = _topology(num_groups, experts, replica_slots)
-        plan = _replicate(batch_load, home, topology)
+        placement = Placement.without_residents(home, topology)
+        plan = _replicate(request, placement, topology)
         slot_expert, quota = (
             np.asarray(each)[0].reshape(layers, num_groups, -1) for each in (plan.slot_expert, plan.quota)
         )

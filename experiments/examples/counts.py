@@ -13,13 +13,13 @@ import numpy as np
 
 from relibra_jax import (
     EMPTY,
+    Batch,
     BatchPlan,
     Topology,
     assign_samples,
     batch_imbalance,
     check_plan,
     plan_batch,
-    plan_loads,
     rank_load,
     relibra,
     replay_from_rollout,
@@ -60,13 +60,14 @@ def main() -> tuple[BatchPlan, BatchPlan]:
     rng = np.random.default_rng(0)
     recordings = [rollout(rng) for _ in range(WORKERS)]
     state = PLANNER.init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
-    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": jax.random.key(1)}
+    options: dict[str, Any] = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": jax.random.key(1)}
 
     # On every worker, in NumPy and without a device. The worker sends only these two arrays.
     counts = [sample_counts(routes, layout="slime", mask=mask, **MODEL) for routes, mask in recordings]
     # On the controller.
-    load, tokens = (np.concatenate(part) for part in zip(*counts, strict=True))
-    plan_from_counts, _ = jax.device_get(plan_loads(load, tokens, PLANNER, state, TOPOLOGY, **options))
+    load, lengths = (np.concatenate(part) for part in zip(*counts, strict=True))
+    batch = Batch(load, lengths)
+    plan_from_counts, _ = jax.device_get(plan_batch(batch, PLANNER, state, TOPOLOGY, **options))
     check_plan(plan_from_counts.plan, plan_from_counts.load, TOPOLOGY)
 
     # For comparison: the plan from all routes, gathered in one place.
@@ -77,7 +78,7 @@ def main() -> tuple[BatchPlan, BatchPlan]:
 
     samples = plan_from_counts.assignment.sample[:, 0, 0]
     routes_bytes = sum(routes.nbytes for routes in all_routes)
-    print(f"routes {routes_bytes:,} bytes, counts {load.nbytes + tokens.nbytes:,} bytes")
+    print(f"routes {routes_bytes:,} bytes, counts {load.nbytes + lengths.nbytes:,} bytes")
     print(f"the routes of samples {sorted(samples[samples != EMPTY].tolist())} go to rank 0 of node 0")
     print(f"imbalance of the batch: {batch_imbalance(rank_load(plan_from_counts.plan)):.4f}")
     return plan_from_counts, plan_from_routes

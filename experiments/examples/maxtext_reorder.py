@@ -87,7 +87,7 @@ def planned_homes(ids: np.ndarray) -> np.ndarray:
     """Return the homes that relibra plans for the routes of a batch, ``[L, E]``."""
     replay = RoutingReplay(ids.astype(np.int8), np.ones(ids.shape[:2], bool))
     state = relibra().init(TOPOLOGY, ids.shape[2], key=jax.random.key(0))
-    batch_plan, _ = plan_batch(replay, relibra(), state, TOPOLOGY, num_micro_batches=2)
+    batch_plan, _ = plan_batch(replay, relibra(), state, TOPOLOGY, stages=2)
     return np.asarray(batch_plan.plan.home)
 
 

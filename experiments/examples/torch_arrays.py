@@ -31,7 +31,7 @@ PLANNER, ASSIGN = relibra(), functools.partial(assign_samples, steps=1000)
 
 def plan(replay, state, topology, key):
     """Assign the samples of one batch to micro-batches and ranks, and place and replicate its experts."""
-    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": key}
+    options: dict[str, Any] = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": key}
     return plan_batch(replay, PLANNER, state, topology, **options)
 
 

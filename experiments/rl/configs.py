@@ -20,7 +20,7 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
-from relibra_jax.planning.alternation import Assign
+from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.routing.hot_ranks import HotRanks
 from relibra_jax.support.limits import (

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from typing import Final
 
-from relibra_jax.planning.alternation import Assign
-from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
@@ -17,17 +16,10 @@ TUNABLE: Final = ("relibra", "relibra_across")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reorder:
-    """How ReLibra's planners place experts between batches (`relibra_jax.planning.placement.place_experts`).
-
-    The two costs act only if plans are chosen by balance: modelled time has its own prices of moves and crossings.
-    """
+    """How ReLibra's planners place experts between batches (`relibra_jax.planning.placement.place_experts`)."""
 
     steps: int = 500
     """The number of search steps in each round. More experts and layers need more steps."""
-    move_cost: float = 0.02
-    """The decrease in imbalance that moving all experts must bring, to be worth it."""
-    crossing_cost: float = 0.3
-    """The increase in imbalance to accept in exchange for no token copy crossing nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

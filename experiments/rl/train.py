@@ -36,6 +36,7 @@ from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.models import save_pretrained
@@ -231,7 +232,7 @@ def _check_planner(config: Train) -> None:
 
     def plan(key: jax.Array) -> Any:
         load = jnp.zeros((config.micro_batches, layers, *ranks, topology.num_experts), jnp.int32)
-        return planner.update(load, planner.init(topology, layers, key=key), topology)
+        return planner.update(PlanRequest(load), planner.init(topology, layers, key=key), topology)
 
     jax.eval_shape(plan, jax.random.key(0))
 

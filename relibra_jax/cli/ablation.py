@@ -4,25 +4,36 @@ import dataclasses
 import functools
 
 from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.contract.types import Topology
-from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
+from relibra_jax.contract.planner import Place, Placement, PlanRequest
+from relibra_jax.contract.types import BALANCE, Array, Plan, Topology
+from relibra_jax.planning.ablation.placement_methods import descend, longest_first
 from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.bin_search import search_bins
 from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
-from relibra_jax.planning.placement import Placement, place_experts
+from relibra_jax.planning.placement import Search, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.relibra import Place, keep_homes, relibra
+from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
 
 
-def _for_balance_alone(place: Place) -> Place:
-    """Return a placement without costs and tokens, so that its search optimizes balance and not modelled time."""
-    return lambda *batch, tokens, cost, **options: place(*batch, tokens=None, cost=None, **options)
+def _place_for_balance(search: Search = search_bins) -> Place:
+    """Return a placement for balance alone, whose search sees no routes and pays for no moves and crossings."""
+
+    def place(request: PlanRequest, previous_home: Array, topology: Topology, *, key: Array) -> Placement:
+        request = request._replace(routes=None, price=BALANCE)
+        return place_experts(request, previous_home, topology, key=key, search=search)
+
+    return place
 
 
-def _place_alone(load, previous_home, topology: Topology, **options) -> Placement:
+def _place_alone(request: PlanRequest, previous_home: Array, topology: Topology, *, key: Array) -> Placement:
     """Call `place_experts` without replica slots, so that placement alone has to even out the ranks."""
-    return place_experts(load, previous_home, dataclasses.replace(topology, replica_slots=0), **options)
+    return place_experts(request, previous_home, dataclasses.replace(topology, replica_slots=0), key=key)
+
+
+def _without_replicas(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
+    return without_replicas(request.by_expert, placement.home, topology)
 
 
 def _variant(summary: str, **parts) -> Contender:
@@ -35,24 +46,21 @@ def ablation() -> dict[str, Contender]:
     return {
         "static": Contender(entry=PLANNERS["static"]),
         "static + assign": Contender(entry=PLANNERS["static"], assign=assign_samples),
-        "+ reorder": _variant("reordering alone", place=_place_alone, replicate=without_replicas),
+        "+ reorder": _variant("reordering alone", place=_place_alone, replicate=_without_replicas),
         "+ replicate": _variant("replication alone", place=keep_homes),
         "relibra": Contender(entry=PLANNERS["relibra"]),
         "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign_samples),
-        "thorough": _variant(
-            "a longer search, without a cost for moves",
-            place=functools.partial(place_experts, steps=40_000, move_cost=0.0),
-        ),
+        "thorough": _variant("a longer search", place=functools.partial(place_experts, steps=40_000)),
         "place for balance": _variant(
-            "homes annealed for balance, not for modelled time", place=_for_balance_alone(place_experts)
+            "homes annealed for balance, not for modelled time", place=_place_for_balance()
         ),
         "place by descent": _variant(
             "homes for balance, by steepest descent instead of annealing",
-            place=_for_balance_alone(place_by_descent),
+            place=_place_for_balance(descend),
         ),
         "place by lpt": _variant(
             "homes for balance, heaviest expert first instead of annealing",
-            place=_for_balance_alone(place_longest_first),
+            place=_place_for_balance(longest_first),
         ),
         "places only": _variant(
             "ReLibra's replicas, with tokens split evenly over copies", replicate=replicate_with_even_split

@@ -13,4 +13,3 @@ TraceName = Annotated[
     ),
 ]
 """The trace argument of a command: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
-

@@ -3,7 +3,8 @@
 import functools
 from typing import Any
 
-from relibra_jax.contract.types import Plan, Planner
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.forecasts import FORECASTS
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.support.outside import import_outside
@@ -50,8 +51,8 @@ def _with_checked_result(name: str, planner: Planner) -> Planner:
     """Make ``update`` raise if it does not return a plan and a state. `check_plan` checks the plan itself later."""
 
     @functools.wraps(planner.update)
-    def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Plan, Any]:
-        result = planner.update(load, state, topology, **extra)
+    def update(request: PlanRequest, state: Any, topology: Topology) -> tuple[Plan, Any]:
+        result = planner.update(request, state, topology)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Plan):
             kinds = (
                 f"({', '.join(type(part).__name__ for part in result)})"
@@ -61,4 +62,4 @@ def _with_checked_result(name: str, planner: Planner) -> Planner:
             raise ValueError(f"planner {name!r}: update must return (Plan, state), not {kinds}")
         return result
 
-    return Planner(planner.init, update, planner.replicate)
+    return planner._replace(update=update)

@@ -14,12 +14,13 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from relibra_jax.cli.batching import Batches
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
-from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology, Transitions
-from relibra_jax.planning.alternation import Assign
+from relibra_jax.contract.planner import Transitions
+from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology
+from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
-from relibra_jax.planning.batch_counts import BatchCounts, count_batch
+from relibra_jax.planning.batch import Batch, count_batch
 from relibra_jax.planning.metrics import forecast_error
-from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.limits import check_memory
 
@@ -67,8 +68,8 @@ def run_contender(
 ) -> tuple[list[PlannedBatch], float]:
     """Plan every batch, each from the state that the batch before left, and check every plan.
 
-    Batches are planned as a user plans them: `relibra_jax.planning.batch_counts.count_batch` counts what can be known
-    before a batch, which is not part of planning and not timed, and `plan_loads` plans from it. Random keys are drawn
+    Batches are planned as a user plans them: `relibra_jax.planning.batch.count_batch` counts what can be known
+    before a batch, which is not part of planning and not timed, and `plan_batch` plans from it. Random keys are drawn
     as in `relibra_jax.nnx.Balancer`, so that a Balancer with ``key=jax.random.key(seed)`` makes the same plans.
 
     Args:
@@ -90,27 +91,27 @@ def run_contender(
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
 
-    def plan(counts: BatchCounts, state: Any, key: PRNGKeyArray) -> tuple[BatchPlan, Any]:
-        return plan_loads(
-            *(counts.sample_load, counts.tokens, planner, state, topology),
-            num_micro_batches=batches.num_micro_batches,
+    def plan(counts: Batch, state: Any, key: PRNGKeyArray) -> tuple[BatchPlan, Any]:
+        return plan_batch(
+            counts,
+            planner,
+            state,
+            topology,
+            stages=batches.num_micro_batches,
             assign=contender.assign,
             key=key,
             cost=cost,
-            routes=counts.routes,
-            transitions=counts.transitions,
-            row_length=counts.row_length,
         )
 
     planner_key, key = jax.random.split(jax.random.key(seed))
     state = planner.init(topology, layers, key=planner_key)
     home: Array = contiguous_homes(topology, layers)
-    forecast_state = FORECASTS[contender.entry.forecast].init(topology, layers)
+    forecast_state = FORECASTS[contender.entry.forecast].init(topology, layers, key=planner_key)
     first_placed = 0 if contender.entry.foresight else 1
     planned = []
     for number, replay in enumerate(batches.replays):
         key, assign_key = jax.random.split(key)
-        before, counts = state, _count(replay, planner, topology, with_routes=True)
+        before, counts = state, count_batch(replay, topology, with_transitions=planner.uses_transitions)
         batch_plan, state = plan(counts, before, assign_key)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
@@ -138,9 +139,6 @@ def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> N
         f"a plan of {micro_batches} micro-batches x {layers} layers x {ranks} ranks x {slots} slots",
         4 * micro_batches * layers * ranks * (2 * slots + topology.num_experts),
     )
-
-
-_count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_routes"))
 
 
 @functools.partial(jax.jit, static_argnames="entry")

@@ -22,7 +22,8 @@ from jaxtyping import Bool, Int, Integer, PRNGKeyArray
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
+from relibra_jax.contract.planner import Placement, Planner
+from relibra_jax.contract.types import Array, BatchPlan, RoutingReplay, Topology, check_shape
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
@@ -37,10 +38,7 @@ from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import Search, make_search, plan_and_check, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
-from relibra_jax.planning.alternation import Assign
-from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.extra_args import accepts
-from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.routing.row_packing import pack_rows as lay_out_rows
 from relibra_jax.routing.sizes import Capacities
@@ -315,7 +313,7 @@ class Balancer:
             seconds = (plan_seconds, time.perf_counter() - start)
         with jax.profiler.TraceAnnotation("migrate"):
             model_times: list[Callable[[], ModelledTimes] | None] = [None] * len(plans)
-            if search.cost is not None:
+            if self._cost is not None:
                 model_times = [
                     functools.partial(
                         model_stage, plan, planned.counts, search, number, previous_home=self._home
@@ -379,9 +377,9 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if not accepts(self.planner.update, "refine"):
+        if self.planner.replicate is None:
             raise ValueError(
-                "plan_ahead: the planner has no `refine` argument, so its search cannot start from given homes"
+                "plan_ahead: the planner has no `replicate`, so its search cannot start from given homes"
             )
         shape = (len(tokens), self.num_layers, self.topology.num_experts)
         check_shape("sample_load", sample_load.shape, shape)

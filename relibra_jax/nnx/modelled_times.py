@@ -14,10 +14,10 @@ from jaxtyping import Int
 from relibra_jax.contract.plan import expert_totals
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
-from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.cost.batch_time import BatchTime, balanced_time
 from relibra_jax.nnx.stage_plans import Search, host_device, start_of_stage
-from relibra_jax.planning.batch_counts import BatchCounts
-from relibra_jax.planning.plan_price import estimate_visits
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_price import estimate_time
 from relibra_jax.planning.replication import without_replicas
 
 
@@ -35,7 +35,7 @@ class ModelledTimes(NamedTuple):
 
 def model_stage(
     batch_plan: BatchPlan,
-    counts: BatchCounts,
+    batch: Batch,
     search: Search,
     stage: int,
     *,
@@ -45,15 +45,14 @@ def model_stage(
 
     Args:
         batch_plan: the plan of the stage.
-        counts: the counts from which the batch was planned.
+        batch: the samples from which the batch was planned.
         search: the settings of the search, with a cost.
         stage: the number of the stage. Moves of experts count in the first stage.
         previous_home: the homes before the batch.
     """
-    assert search.cost is not None
     with jax.default_device(host_device()):
-        start = start_of_stage(counts.tokens, search, stage)
-        inputs = (batch_plan, start, counts, previous_home, search.cost[stage])
+        start = start_of_stage(batch.lengths, search, stage)
+        inputs = (batch_plan, start, batch, previous_home, search.prices[stage])
         return _model_stage(*inputs, topology=search.topology, moves=not stage)
 
 
@@ -61,27 +60,23 @@ def model_stage(
 def _model_stage(
     batch_plan: BatchPlan,
     start: Assignment,
-    counts: BatchCounts,
+    batch: Batch,
     previous_home: Int[Array, "L E"],
     cost: Price,
     *,
     topology: Topology,
     moves: bool,
 ) -> ModelledTimes:
-    load = assigned_load(counts.sample_load, start)
+    load = assigned_load(batch.sample_load, start)
     staying = BatchPlan(start, load, without_replicas(expert_totals(load), previous_home, topology))
 
     def model(plan: BatchPlan) -> BatchTime:
-        return batch_time(
-            *(plan, counts.tokens, topology, cost),
-            visits=estimate_visits(counts, plan, topology, cost) if cost.hierarchical else None,
-            previous_home=previous_home if moves else None,
-            row_length=counts.row_length,
-        )
+        before = previous_home if moves else None
+        return estimate_time(plan, batch, topology, cost, previous_home=before)
 
     balanced = balanced_time(
-        *(batch_plan.load, counts.tokens, topology, cost),
-        row_length=counts.row_length,
+        *(batch_plan.load, batch.lengths, topology, cost),
+        row_length=batch.row_length,
         rows=start.sample.shape[-1],
     )
     return ModelledTimes(model(batch_plan), model(staying), balanced)

@@ -16,9 +16,9 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.nnx.modelled_times import ModelledTimes
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.planning.alternation import shift_samples
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.plan_stages import stage_samples
+from relibra_jax.planning.plan_batch import Stage, stage_samples
+from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.row_packing import RowLayout
 
 
@@ -122,7 +122,8 @@ def live_stages(
         raise ValueError(
             f"live routing (replay=None) needs num_samples of at least num_micro_batches={largest}, not {num_samples}"
         )
-    ranges = stage_samples(num_samples, len(num_micro_batches), samples)
+    samples = [None] * len(num_micro_batches) if samples is None else samples
+    ranges = stage_samples(num_samples, list(map(Stage, num_micro_batches, samples)))
     copies = math.prod(parallel.copies)
     assignments = [
         assign_in_order(len(stage), parallel.topology, num_micro_batches=copies * number)

@@ -4,6 +4,7 @@ The planning programs are compiled for the host because it has idle cores while 
 therefore run during a rollout.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -12,17 +13,16 @@ from jaxtyping import Bool, Integer, PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
-from relibra_jax.contract.types import Array, Assignment, BatchPlan, Planner, Price, RoutingReplay, Topology
+from relibra_jax.contract.planner import Placement, Planner
+from relibra_jax.contract.types import BALANCE, Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.nnx.derived_cost import stage_times
-from relibra_jax.planning.alternation import Assign, shift_samples
-from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.batch_counts import BatchCounts, count_batch
-from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.plan_stages import plan_stage_loads, stage_samples
+from relibra_jax.planning.assignment import Assign
+from relibra_jax.planning.batch import Batch, count_batch, fill_unfinished
+from relibra_jax.planning.plan_batch import Stage, pays_for_crossings, plan_batch, stage_samples
+from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.planning.starts import start_assignment
-from relibra_jax.planning.unfinished import fill_unfinished
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -40,17 +40,12 @@ class Search(NamedTuple):
 
     planner: Planner
     topology: Topology
-    num_micro_batches: tuple[int, ...]
-    """M of each stage, including the micro-batches of all data-parallel copies of the group."""
-    samples: tuple[range, ...]
-    """The samples of each stage."""
+    stages: tuple[Stage, ...]
+    """The stages, with the micro-batches of all data-parallel copies of the group."""
     assign: Assign | None
     """The function that assigns samples. None keeps the initial assignment."""
-    cost: tuple[Price, ...] | None
-    """The unit times of each stage. None plans for balance."""
-    in_order: bool
-    """Whether the search starts from samples in their order. Otherwise it starts from the assignment of
-    `relibra_jax.planning.starts.start_assignment`."""
+    prices: tuple[Price, ...]
+    """The price of each stage."""
 
 
 def make_search(
@@ -84,23 +79,21 @@ def make_search(
     Raises:
         ValueError: if ``updates`` or ``samples`` does not have an entry for each stage.
     """
-    stages = len(num_micro_batches)
-    if updates is not None and len(updates) != stages:
-        raise ValueError(f"updates has {len(updates)} entries, but num_micro_batches has {stages} stages")
-    times = None
-    if cost is not None:
+    number = len(num_micro_batches)
+    samples = (None,) * number if samples is None else samples
+    for name, values in (("updates", updates), ("samples", samples)):
+        if values is not None and len(values) != number:
+            raise ValueError(f"{name} has {len(values)} entries, but num_micro_batches has {number} stages")
+    if cost is None:
+        balance = dataclasses.replace(BALANCE, rows="packed" if pack_rows else "padded", data_parallel=copies)
+        prices: tuple[Price, ...] = (balance,) * number
+    else:
         if updates is None:
-            updates = (1,) * stages if stages > 1 else (cost.updates,)
-        times = stage_times(cost, topology, updates)
-    return Search(
-        planner=planner,
-        topology=topology,
-        num_micro_batches=tuple(copies * number for number in num_micro_batches),
-        samples=tuple(stage_samples(num_samples, stages, samples)),
-        assign=assign,
-        cost=times,
-        in_order=cost is None and not pack_rows,
-    )
+            updates = (1,) * number if number > 1 else (cost.updates,)
+        prices = stage_times(cost, topology, updates)
+    stages = tuple(Stage(copies * each, part) for each, part in zip(num_micro_batches, samples, strict=True))
+    stage_samples(num_samples, stages)
+    return Search(planner, topology, stages, assign, prices)
 
 
 class Planned(NamedTuple):
@@ -110,7 +103,7 @@ class Planned(NamedTuple):
     """The batch plan of each stage."""
     state: Any
     """The planner's state after the batch."""
-    counts: BatchCounts
+    counts: Batch
     """The counts from which the batch was planned."""
 
 
@@ -144,8 +137,12 @@ def plan_and_check(
     """
     host_inputs = jax.device_put((replay, state, key, warm_start), host_device())
     replay, state, key, warm_start = host_inputs
-    counts = _count(replay, search.planner, search.topology, with_routes=search.cost is not None)
-    counts = counts._replace(row_length=float(replay.mask.shape[1]))
+    counts = count_batch(
+        replay,
+        search.topology,
+        with_routes=any(map(pays_for_crossings, search.prices)),
+        with_transitions=search.planner.uses_transitions,
+    )
     stages, next_state = _plan(counts, state, key, warm_start, search)
     stages = jax.device_get(stages)
     for stage in stages:
@@ -179,7 +176,7 @@ def plan_unfinished(
     """
     host_inputs = jax.device_put((sample_load, tokens, finished, state, key), host_device())
     sample_load, tokens, finished, state, key = host_inputs
-    counts = BatchCounts(*fill_unfinished(sample_load, tokens, finished))
+    counts = fill_unfinished(Batch(sample_load, tokens), finished)
     (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search))
     return Placement(stage.plan.home, jax.device_get(resident_experts(stage.plan, search.topology)))
 
@@ -192,14 +189,14 @@ def start_of_stage(lengths: Integer[Array, " B"], search: Search, stage: int) ->
         search: the settings of the search.
         stage: the number of the stage.
     """
-    samples, number = search.samples[stage], search.num_micro_batches[stage]
-    if search.in_order:
-        assignment = assign_in_order(len(samples), search.topology, num_micro_batches=number)
-    else:
-        cost = None if search.cost is None else search.cost[stage]
-        own = lengths[samples.start : samples.stop]
-        assignment = start_assignment(own, search.topology, num_micro_batches=number, cost=cost)
-    return shift_samples(assignment, samples.start)
+    own = stage_samples(len(lengths), search.stages)[stage]
+    assignment = start_assignment(
+        lengths[own.start : own.stop],
+        search.topology,
+        num_micro_batches=search.stages[stage].num_micro_batches,
+        price=search.prices[stage],
+    )
+    return shift_samples(assignment, own.start)
 
 
 def host_device() -> jax.Device:
@@ -210,27 +207,19 @@ def host_device() -> jax.Device:
         return jax.local_devices()[0]
 
 
-_count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_routes"))
-
-
 def _plan(
-    counts: BatchCounts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, search: Search
+    counts: Batch, state: Any, key: PRNGKeyArray, start: Placement | None, search: Search
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     with jax.default_device(host_device()):
-        stages = range(len(search.num_micro_batches))
-        return plan_stage_loads(
-            *(counts.sample_load, counts.tokens, search.planner, state, search.topology),
-            num_micro_batches=search.num_micro_batches,
-            samples=search.samples,
-            starts=[start_of_stage(counts.tokens, search, stage) for stage in stages]
-            if search.in_order
-            else None,
+        return plan_batch(
+            counts,
+            search.planner,
+            state,
+            search.topology,
+            stages=search.stages,
+            cost=search.prices,
             assign=search.assign,
             key=key,
-            rounds=ROUNDS if warm_start is None else WARM_ROUNDS,
-            cost=search.cost,
-            routes=counts.routes,
-            transitions=counts.transitions,
-            row_length=counts.row_length,
-            warm_start=warm_start,
+            rounds=ROUNDS if start is None else WARM_ROUNDS,
+            start=start,
         )

@@ -39,7 +39,7 @@ def sample_counts(
 
     Returns:
         The load ``[B, L, E]`` in token copies, and the number of tokens ``[B]`` of each sample, int32; both are
-        arguments of `relibra_jax.plan_loads`. The load has the smallest of uint8, uint16 and int32 that can count the
+        arguments of `relibra_jax.Batch`. The load has the smallest of uint8, uint16 and int32 that can count the
         tokens of the longest sample, which is enough because no token has an expert twice. The loads of several workers
         can be concatenated.
 
