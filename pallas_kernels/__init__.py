@@ -5,8 +5,7 @@ each group. `grouped_mlp` and `grouped_dot` choose the fastest implementation th
 GPUs (``mosaic``), Pallas kernels for other NVIDIA GPUs (``triton``), or plain XLA on every platform (``xla``). They
 choose a kernel only after `pallas_kernels.self_check` has verified its results on the machine.
 
-The package depends only on JAX. Two other modules are unrelated to grouped products: `pallas_kernels.swap_annealing`,
-a kernel for the search of a planner, and `pallas_kernels.pull_rows`, which reads rows from other devices.
+The package depends only on JAX. `pallas_kernels.pull_rows` is about something else: it reads rows from other devices.
 """
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot

@@ -1,7 +1,6 @@
 """The conclusions of `make aot` from reports on kernels; these tests compile no kernels."""
 
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
-from experiments.aot.search_kernel import SEARCH_CASES, judge_search
 
 
 def test_kernels_are_compiled_for_one_two_and_three_weight_buffers():
@@ -53,11 +52,3 @@ def test_bad_tiles_must_be_rejected():
         assert "984 bytes" in rejected.result
         (rejected,) = judge_kernels({case: "exceeds available shared memory"})
         assert (rejected.result, rejected.good) == ("rejected: exceeds available shared memory", True)
-
-
-def test_a_search_that_spills_fails():
-    spills = ["0 bytes spill stores\nUsed 51 registers", "8 bytes spill stores\nUsed 255 registers"]
-    judged = judge_search(dict(zip(SEARCH_CASES, spills, strict=True)))
-    assert [finding.good for finding in judged] == [True, False]
-    (failed,) = judge_search({SEARCH_CASES[0]: "exceeds available shared memory"})
-    assert (failed.result, failed.good) == ("exceeds available shared memory", False)

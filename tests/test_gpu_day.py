@@ -103,13 +103,6 @@ def test_too_few_devices_are_rejected():
 
 
 @pytest.mark.slow
-def test_the_search_is_rehearsed(steps, capsys):
-    agreed, timed = rehearse(steps["search"], capsys)
-    assert agreed["layers_that_differ"] == 0
-    assert set(timed["milliseconds"]) == {"kernel", "jitted"}
-
-
-@pytest.mark.slow
 def test_tuning_is_rehearsed(steps, capsys):
     lines = rehearse(steps["tuning"], capsys)
     assert {facts["problem"].split("-")[0] for facts in lines} == {"0", "1", "2"}

@@ -10,9 +10,7 @@ It compiles these programs:
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
 - layers on one node of 8 ranks whose replicas a kernel pulls;
-- the kernels alone at the shapes of published models, including the planner's search, and the Triton kernels for a GPU
-of
-  each family.
+- the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family.
 
 No GPU is needed or used. The checks cover schedules, buffers, bytes and the assembler's report on the kernels. They do
 not show that ragged exchanges and kernels compute correct results. ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
@@ -29,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels, migration, remote, search_kernel, triton_kernels, update_checks
+from experiments.aot import checks, kernels, migration, remote, triton_kernels, update_checks
 
 
 def main() -> int:
@@ -57,7 +55,6 @@ def main() -> int:
             pool.submit(remote.measure_remote),
         )
         kernel_jobs = submit(kernels.compile_kernels, kernels.KERNEL_CASES)
-        search_jobs = submit(search_kernel.compile_search, search_kernel.SEARCH_CASES)
         triton_jobs = submit(triton_kernels.compile_triton, triton_kernels.TRITON_CASES)
         findings = [
             *checks.judge(_results(stack_jobs)),
@@ -65,7 +62,6 @@ def main() -> int:
             *migration.judge_migration(migration_job.result()),
             *remote.judge_remote(remote_job.result()),
             *kernels.judge_kernels(_results(kernel_jobs)),
-            *search_kernel.judge_search(_results(search_jobs)),
             *triton_kernels.judge_triton(_results(triton_jobs)),
         ]
     table = Table(
@@ -78,7 +74,7 @@ def main() -> int:
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
     # The other four programs: one migrates experts, and three fetch replicas with or without a kernel.
-    programs = 4 + sum(map(len, (update_jobs, stack_jobs, kernel_jobs, search_jobs, triton_jobs)))
+    programs = 4 + sum(map(len, (update_jobs, stack_jobs, kernel_jobs, triton_jobs)))
     seconds = time.monotonic() - start
     console.print(f"{programs} programs in {seconds:.0f} s, {failed} of {len(findings)} checks failed")
     return 1 if failed else 0

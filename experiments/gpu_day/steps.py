@@ -79,7 +79,6 @@ def all_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
         plan,
         Step("stragglers", f"{ranks}:measure_stragglers", (TUNED_MODEL, folder, "mosaic"), 150, needs),
         Step("layer", f"{ranks}:measure_layer", (TUNED_MODEL, folder, "mosaic"), 150, needs),
-        Step("search", "experiments.gpu_day.search:check_search", (94, 128, 32), 150, ("environment",)),
         Step("tuning", "experiments.gpu_day.tuning:tune_model", (TUNED_MODEL, folder), 240, needs),
     )
     return {"right": right, "speed": speed, "why": why}
