@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from relibra_jax.planning.extra_args import with_extra_args
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
@@ -20,7 +21,6 @@ from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
-from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra

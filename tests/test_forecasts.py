@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from relibra_jax.planning.extra_args import accepts
+from relibra_jax.planning.plan_stages import plan_stages
 
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import RoutingReplay, Topology, Transitions
@@ -15,10 +17,8 @@ from relibra_jax.planning.baselines.forecasts import FORECASTS, average, expect_
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.metrics import batch_imbalance, forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.transitions import count_transitions, transitions_for

@@ -1,5 +1,6 @@
 """Planning a batch from its replay: assignments, rounds, and gradients that do not depend on the assignment."""
 
+import dataclasses
 import functools
 
 import chex
@@ -12,17 +13,18 @@ from hypothesis import strategies as st
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
-from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, Planner, Price, RoutingReplay, Topology
+from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.extra_args import with_extra_args
+from relibra_jax.planning.batch import Batch, count_batch
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.plan_batch import plan_batch, plan_loads
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import replicate_experts, without_replicas
-from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.starts import start_assignment
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 MICRO_BATCHES = 4
@@ -63,39 +65,43 @@ def start(planner):
     return planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
 
+def in_order_stage():
+    """Return a stage whose samples start in their order."""
+    return Stage(MICRO_BATCHES, start=assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES))
+
+
+def packed_samples(lengths):
+    return start_assignment(lengths, TOPOLOGY, num_micro_batches=MICRO_BATCHES, price=BALANCE)
+
+
 @pytest.mark.slow
-def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, in_order):
-    first = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    batch_plan, after = plan_batch(
-        replay,
-        Planner(planner.init, update),
-        start(planner),
-        TOPOLOGY,
-        num_micro_batches=MICRO_BATCHES,
-        start=first,
-    )
+def test_plan_batch_keeps_samples_without_assign(replay, planner, update, in_order):
+    stage = in_order_stage()
+    only_moves = Planner(planner.init, update)
+    (batch_plan,), after = plan_batch(replay, only_moves, start(planner), TOPOLOGY, stages=[stage])
     assert type(batch_plan) is BatchPlan
-    chex.assert_trees_all_equal(batch_plan.assignment, first)
+    chex.assert_trees_all_equal(batch_plan.assignment, stage.start)
     np.testing.assert_array_equal(batch_plan.load, in_order)
-    plan, expected = update(in_order, start(planner), TOPOLOGY)
+    plan, expected = update(PlanRequest(in_order), start(planner), TOPOLOGY)
     chex.assert_trees_all_equal(batch_plan.plan, plan)
     chex.assert_trees_all_equal(after.home, expected.home)
     chex.assert_trees_all_equal(jax.random.key_data(after.key), jax.random.key_data(expected.key))
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_samples_are_packed_by_default(replay, rounds):
+def test_plan_batch_packs_samples_by_default(replay, rounds):
     """The first plan is for packed samples, as is the result without rounds, with jit and without."""
-    packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    packed = packed_samples(replay.mask.sum(1))
     loads = []
 
-    def update(load, state, topology):
-        jax.debug.callback(loads.append, load, ordered=True)
-        return static().update(load, state, topology)
+    def update(request, state, topology):
+        jax.debug.callback(loads.append, request.load, ordered=True)
+        return static().update(request, state, topology)
+
+    recorder = Planner(static().init, update)
 
     def plan(replay):
-        recorder = Planner(static().init, update)
-        options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN if rounds else None, "key": KEY}
+        options = {"stages": MICRO_BATCHES, "assign": ASSIGN if rounds else None, "key": KEY}
         return plan_batch(replay, recorder, (), TOPOLOGY, **options, rounds=rounds)[0]
 
     alone = plan(replay)
@@ -111,69 +117,79 @@ def test_samples_are_packed_by_default(replay, rounds):
         assert (compiled.assignment.sample[..., room:] == EMPTY).all()
 
 
-def test_a_start_of_other_ranks_is_rejected(replay):
+def test_plan_batch_rejects_a_start_of_other_ranks(replay):
     message = r"micro-batches and ranks of start: expected shape \(4, 2, 2\), found \(2, 2, 2\)"
+    other = assign_in_order(32, TOPOLOGY, num_micro_batches=2)
     with pytest.raises(ValueError, match=message):
-        plan_batch(
-            *(replay, static(), (), TOPOLOGY),
-            num_micro_batches=MICRO_BATCHES,
-            start=assign_in_order(32, TOPOLOGY, num_micro_batches=2),
-        )
+        plan_batch(replay, static(), (), TOPOLOGY, stages=[Stage(MICRO_BATCHES, start=other)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"home": np.zeros((2, 8), int)}, "start.home"),
+        ({"home": np.tile(np.arange(8), (3, 1))}, r"start.home: expected shape \(2, 8\), found \(3, 8\)"),
+        (
+            {"resident": np.full((2, 2, 2, 1), EMPTY)},
+            r"start.resident: expected shape \(2, 2, 2, 0\), found \(2, 2, 2, 1\)",
+        ),
+    ],
+)
+def test_plan_batch_rejects_homes_to_start_from_that_do_not_fit(replay, change, message):
+    fitting = Placement.without_residents(np.tile(np.arange(8), (2, 1)), TOPOLOGY)
+    placement = fitting._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        plan_batch(replay, static(), (), TOPOLOGY, stages=MICRO_BATCHES, start=placement)
 
 
 @pytest.mark.slow
-def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_order):
+def test_plan_batch_evens_out_what_placement_cannot(replay, planner, update, in_order):
     """With jit and without, the returned load is that of the assignment."""
-    run = functools.partial(
-        plan_batch,
-        planner=planner,
-        topology=TOPOLOGY,
-        num_micro_batches=MICRO_BATCHES,
-        assign=ASSIGN,
-        key=KEY,
-    )
-    batch_plan, _ = jax.jit(lambda replay, state: run(replay, state=state))(replay, start(planner))
+
+    def run(replay, state):
+        return plan_batch(replay, planner, state, TOPOLOGY, stages=MICRO_BATCHES, assign=ASSIGN, key=KEY)
+
+    batch_plan, _ = jax.jit(run)(replay, start(planner))
     load = expert_load(replay, batch_plan.assignment, num_experts=8)
     np.testing.assert_array_equal(batch_plan.load, load)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
     samples = np.asarray(batch_plan.assignment.sample)
     assert sorted(samples[samples != EMPTY]) == list(range(32))
-    still, _ = update(in_order, start(planner), TOPOLOGY)
+    still, _ = update(PlanRequest(in_order), start(planner), TOPOLOGY)
     assert batch_imbalance(rank_load(batch_plan.plan)) < batch_imbalance(rank_load(still))
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_rounds_alternate_and_refine(replay, rounds):
-    """Each round assigns samples to the last homes, then plans from the first state with them as ``refine``."""
-    calls, homes, refined = [], [], []
+def test_plan_batch_alternates_and_refines(replay, rounds):
+    """Each round assigns samples to the last homes, then plans from the first state with them as ``start``."""
+    calls, homes, starts = [], [], []
 
-    def update(load, state, topology, *, refine):
-        jax.debug.callback(lambda *data: calls.append(data), load, state, refine, ordered=True)
-        plan, _ = static().update(load, (), topology)
-        return plan._replace(home=(refine + 1) % 8), state + 1
+    def update(request, state, topology):
+        jax.debug.callback(lambda *data: calls.append(data), request.load, state, request.start, ordered=True)
+        plan, _ = static().update(request, (), topology)
+        # Fewer copies for the busiest ranks make every round cheaper than those before it.
+        quota = plan.quota // (2 + jnp.where(request.start[0, 0] == EMPTY, -1, request.start[0, 0]))
+        return plan._replace(home=(request.start + 1) % 8, quota=quota), state + 1
 
-    def assign(sample_load, tokens, home, topology, *, num_micro_batches, refine):
+    def assign(batch, placement, topology, *, start, price, key):
         jax.debug.callback(
-            lambda *data: (homes.append(data[0]), refined.append(data[1])), home, refine.sample
+            lambda *data: (homes.append(data[0]), starts.append(data[1])), placement.home, start.sample
         )
-        return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
+        in_order = assign_in_order(32, topology, num_micro_batches=len(start.sample))
+        return Assignment(in_order.sample[::-1])
 
     recorder = Planner(lambda *_, key: 0, update)
-    first = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    batch_plan, after = plan_batch(
-        *(replay, recorder, 0, TOPOLOGY),
-        num_micro_batches=MICRO_BATCHES,
-        start=first,
-        assign=assign,
-        rounds=rounds,
+    stage = in_order_stage()
+    (batch_plan,), after = plan_batch(
+        replay, recorder, 0, TOPOLOGY, stages=[stage], assign=assign, rounds=rounds
     )
     jax.effects_barrier()
     assert len(homes) == rounds
     assert [int(state) for _, state, _ in calls] == [0] * (rounds + 1)
     assert after == 1
-    assert (calls[0][2] == EMPTY).all(), "there are no homes to refine at first"
-    np.testing.assert_array_equal(refined[0], first.sample)
-    for sample in refined[1:]:
+    assert (calls[0][2] == EMPTY).all(), "there are no homes to start from at first"
+    np.testing.assert_array_equal(starts[0], stage.start.sample)
+    for sample in starts[1:]:
         np.testing.assert_array_equal(sample, batch_plan.assignment.sample)
     for turn, home in enumerate(homes):
         np.testing.assert_array_equal(home, np.full((2, 8), turn))
@@ -182,22 +198,74 @@ def test_rounds_alternate_and_refine(replay, rounds):
     np.testing.assert_array_equal(batch_plan.load[::-1], calls[0][0])
 
 
+def quota_per_round(divisors):
+    """Make a planner whose quotas, and so the price, shrink by the divisor of its round; its home is the round."""
+    table = jnp.asarray(divisors, jnp.int32)
+
+    def update(request, state, topology):
+        plan, _ = static().update(request, (), topology)
+        number = (request.start[0, 0] + 1) % 8
+        return plan._replace(home=(request.start + 1) % 8, quota=plan.quota // table[number]), number
+
+    return Planner(lambda *_, key: 0, update)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "best"), [((1, 4, 2, 3), 1), ((4, 1, 2, 3), 0), ((1, 2, 3, 4), 3), ((2, 2, 2, 2), 0)]
+)
+@pytest.mark.parametrize(
+    "cost", [BALANCE, Price(token=0.0, copy=2.0, crossing=1.0, spread=0.0, move=0.0, push=0.0)]
+)
+def test_plan_batch_returns_the_cheapest_round(replay, divisors, best, cost):
+    """Of all rounds the cheapest is returned with its state, and the earliest of equally cheap ones."""
+
+    def assign(batch, placement, topology, *, start, price, key):
+        return start
+
+    options = {"stages": [in_order_stage()], "assign": assign, "rounds": 3, "cost": cost}
+    (batch_plan,), state = plan_batch(replay, quota_per_round(divisors), 0, TOPOLOGY, **options)
+    assert int(state) == best
+    np.testing.assert_array_equal(batch_plan.plan.home, np.full((2, 8), best))
+
+
+def test_plan_batch_assigns_to_given_homes_first(replay):
+    """With ``start`` no plan is made for the first assignment: the first round assigns to the given placement."""
+    calls, placements = [], []
+    topology = dataclasses.replace(TOPOLOGY, resident_slots=1)
+
+    def update(request, state, topology):
+        jax.debug.callback(calls.append, request.start, ordered=True)
+        return static().update(request, state, topology)
+
+    def assign(batch, placement, topology, *, start, price, key):
+        jax.debug.callback(lambda *data: placements.append(data), *placement, ordered=True)
+        return start
+
+    home = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (2, 1)), axis=1)
+    given = Placement(home, np.full((2, 2, 2, 1), 3, np.int32))
+    recorder = Planner(static().init, update)
+    options = {"stages": MICRO_BATCHES, "assign": assign, "rounds": 2, "start": given}
+    plan_batch(replay, recorder, (), topology, **options)
+    jax.effects_barrier()
+    assert len(calls) == len(placements) == 2
+    chex.assert_trees_all_equal(Placement(*placements[0]), given)
+    np.testing.assert_array_equal(calls[0], home)
+    np.testing.assert_array_equal(calls[1], np.tile(np.arange(8), (2, 1)))
+    plan_batch(replay, recorder, (), topology, stages=MICRO_BATCHES, start=given)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(calls[2], home, err_msg="without assigning samples")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize("x64", [False, True])
-def test_rounds_are_the_same_under_jit(replay, rounds, x64):
+def test_plan_batch_is_the_same_under_jit(replay, rounds, x64):
     """Under jit the rounds are one loop with the same result; 64-bit types change nothing."""
     short = relibra(place=functools.partial(place_experts, steps=50))
-    packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    options = {
-        "num_micro_batches": MICRO_BATCHES,
-        "start": packed,
-        "assign": ASSIGN,
-        "key": KEY,
-        "rounds": rounds,
-    }
+    stage = Stage(MICRO_BATCHES, start=packed_samples(replay.mask.sum(1)))
 
     def plan(replay, state):
+        options = {"stages": [stage], "assign": ASSIGN, "key": KEY, "rounds": rounds}
         return plan_batch(replay, short, state, TOPOLOGY, **options)
 
     alone, after = plan(replay, start(short))
@@ -207,15 +275,14 @@ def test_rounds_are_the_same_under_jit(replay, rounds, x64):
     chex.assert_trees_all_equal(*(jax.random.key_data(state.key) for state in (after, later)))
 
 
-def test_bad_loads_and_rounds_are_rejected_with_assignment_too(replay):
-    counts = np.array(sample_load(replay, num_experts=8))
-    tokens = replay.mask.sum(1, dtype=np.int32)
-    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
+def test_plan_batch_rejects_bad_loads_and_rounds(replay):
+    batch = Batch(np.array(sample_load(replay, num_experts=8)), replay.mask.sum(1, dtype=np.int32))
+    options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
     with pytest.raises(ValueError, match="rounds=-1 must be an integer of at least 0"):
-        plan_loads(counts, tokens, static(), (), TOPOLOGY, **options, rounds=-1)
-    counts[0, 1, 3] = -5000
+        plan_batch(batch, static(), (), TOPOLOGY, **options, rounds=-1)
+    batch.sample_load[0, 1, 3] = -5000
     with pytest.raises(ValueError, match=r"layer 1, .* expert 3: load -.* is negative"):
-        plan_loads(counts, tokens, static(), (), TOPOLOGY, **options)
+        plan_batch(batch, static(), (), TOPOLOGY, **options)
 
 
 @pytest.mark.parametrize(
@@ -226,77 +293,54 @@ def test_bad_loads_and_rounds_are_rejected_with_assignment_too(replay):
         ({"copy": 0.0}, "cost.copy=0.0 must be positive"),
     ],
 )
-def test_invalid_unit_times_are_rejected(replay, change, message):
-    times = {"token": 1.0, "copy": 1.0, "crossing": 1.0, "spread": 1.0, "move": 1.0, "push": 1.0}
+def test_plan_batch_rejects_invalid_prices(replay, change, message):
+    price = {"token": 1.0, "copy": 1.0, "crossing": 1.0, "spread": 1.0, "move": 1.0, "push": 1.0}
     with pytest.raises(ValueError, match=message):
-        plan_batch(
-            replay,
-            static(),
-            (),
-            TOPOLOGY,
-            num_micro_batches=MICRO_BATCHES,
-            cost=Price(**times | change),
-        )
+        plan_batch(replay, static(), (), TOPOLOGY, stages=MICRO_BATCHES, cost=Price(**price | change))
 
 
-def test_planners_without_refine_do_not_receive_it(replay):
-    planner = static()
-    batch_plan, _ = plan_batch(
-        replay, planner, (), TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN, key=KEY, rounds=2
-    )
+def test_plan_batch_runs_baselines_in_rounds(replay):
+    """A planner that reads nothing but the load plans every round."""
+    options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY, "rounds": 2}
+    batch_plan, _ = plan_batch(replay, static(), (), TOPOLOGY, **options)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
 
 
-def test_counts_give_the_plan_of_the_replay(replay):
-    tokens = replay.mask.sum(1, dtype=np.int32)
-    run = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
-    counted, _ = plan_loads(sample_load(replay, num_experts=8), tokens, static(), (), TOPOLOGY, **run)
-    chex.assert_trees_all_equal(counted, plan_batch(replay, static(), (), TOPOLOGY, **run)[0])
-
-
-def test_extra_arguments_reach_a_planner_that_names_them():
-    """A planner receives the extra arguments that it names, or all if it takes any keyword; ``init`` is unchanged."""
-    seen = []
-
-    def names_two(load, state, topology, *, tokens=None, refine=None):
-        seen.append({"tokens": tokens, "refine": refine})
-        return load, state
-
-    def takes_all(load, state, topology, **extra):
-        seen.append(extra)
-        return load, state
-
-    extras = {"tokens": 1, "cost": 2, "refine": 3}
-    some, every = (Planner(static().init, update) for update in (names_two, takes_all))
-    assert with_extra_args(some).update(5, 6, TOPOLOGY, **extras) == (5, 6)
-    assert with_extra_args(every).update(5, 6, TOPOLOGY, **extras) == (5, 6)
-    assert seen == [{"tokens": 1, "refine": 3}, extras]
-    assert with_extra_args(every) is every
-    assert with_extra_args(some).init is some.init
+def test_plan_batch_gives_the_plan_of_the_replay_for_counts(replay):
+    counts = Batch(sample_load(replay, num_experts=8), replay.mask.sum(1, dtype=np.int32))
+    options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
+    of_replay, _ = plan_batch(replay, static(), (), TOPOLOGY, **options)
+    for batch in (counts, count_batch(replay, TOPOLOGY)):
+        counted, _ = plan_batch(batch, static(), (), TOPOLOGY, **options)
+        chex.assert_trees_all_equal(counted, of_replay)
 
 
 @pytest.mark.slow
-def test_refining_starts_from_given_homes(planner, update, in_order):
-    """With hardly any search steps, refined homes are at least as balanced as those from which they start."""
+def test_place_experts_starts_from_the_homes_of_the_request(planner, update, in_order):
+    """With hardly any search steps, the result is at least as balanced as the homes from which it starts."""
     state = start(planner)
-    result, _ = update(in_order, state, TOPOLOGY)
+    result, _ = update(PlanRequest(in_order), state, TOPOLOGY)
     short = relibra(place=functools.partial(place_experts, steps=1))
     from_start, from_result = (
-        short.update(in_order, state, TOPOLOGY, refine=homes)[0] for homes in (None, result.home)
+        short.update(PlanRequest(in_order, start=homes), state, TOPOLOGY)[0] for homes in (None, result.home)
     )
     assert batch_imbalance(rank_load(from_result)) <= batch_imbalance(rank_load(result)) + 1e-6
     assert batch_imbalance(rank_load(from_result)) < batch_imbalance(rank_load(from_start))
 
 
-def test_parts_alone(in_order):
+def replicate_nothing(request, placement, topology):
+    return without_replicas(request.by_expert, placement.home, topology)
+
+
+def test_relibra_gains_by_each_of_its_parts(in_order):
     balance = {}
     for name, parts in {
-        "nothing": {"place": keep_homes, "replicate": without_replicas},
-        "reorder": {"place": functools.partial(place_experts, steps=300), "replicate": without_replicas},
+        "nothing": {"place": keep_homes, "replicate": replicate_nothing},
+        "reorder": {"place": functools.partial(place_experts, steps=300), "replicate": replicate_nothing},
         "replicate": {"place": keep_homes, "replicate": replicate_experts},
     }.items():
         part = relibra(**parts)
-        plan, _ = part.update(in_order, start(part), TOPOLOGY)
+        plan, _ = part.update(PlanRequest(in_order), start(part), TOPOLOGY)
         check_plan(plan, in_order, TOPOLOGY)
         balance[name] = float(batch_imbalance(rank_load(plan)))
     assert balance["reorder"] < balance["nothing"]
@@ -319,7 +363,7 @@ gradient = jax.jit(jax.grad(loss))
 
 @given(seed=st.integers(0, 2**31 - 1))
 @settings(max_examples=15, deadline=None)
-def test_gradient_does_not_depend_on_the_assignment(replay, seed):
+def test_batch_gradient_does_not_depend_on_the_assignment(replay, seed):
     """Every assignment accumulates the same gradient, which is the condition for assigning samples freely."""
     rng = np.random.default_rng(seed)
     params = {

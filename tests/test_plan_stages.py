@@ -7,6 +7,8 @@ import chex
 import jax
 import numpy as np
 import pytest
+from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
+from relibra_jax.planning.token_sample import sample_routes
 from support.costs import CLUSTER, MODEL
 from support.plans import random_routing
 
@@ -20,12 +22,10 @@ from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.starts import start_assignment
-from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)

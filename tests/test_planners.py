@@ -1,8 +1,11 @@
 """The contract of planners: every planner with many loads and topologies, under jit."""
 
 import functools
-import inspect
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -14,12 +17,16 @@ from hypothesis import strategies as st
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load, replica_experts
-from relibra_jax.contract.types import EMPTY, Planner, Price, TokenSample, Topology, Transitions
-from relibra_jax.planning.extra_args import with_extra_args
+from relibra_jax.contract.planner import PlacedRoutes, Planner, PlanRequest, Transitions
+from relibra_jax.contract.types import EMPTY, Price, Topology
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import keep_homes, relibra
+from relibra_jax.planning.replication import replicate_experts
+
+ROOT = Path(__file__).parents[1]
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -75,16 +82,16 @@ def make_load(kind, topology):
 
 @functools.cache
 def compiled(name, topology):
-    """Return the planner with a compiled update; a second trace is an error."""
+    """Return the planner with a compiled update; a second trace for the same facts is an error."""
     planner, traces = PLANNERS[name].planner, []
 
-    @functools.wraps(planner.update)
-    def update(load, *arguments, **extra):
-        traces.append(load.shape)
-        assert len(traces) == 1, f"traced again: {traces}"
-        return planner.update(load, *arguments, **extra)
+    def update(request, state, topology):
+        facts = jax.tree.structure(request)
+        assert facts not in traces, f"traced again: {facts}"
+        traces.append(facts)
+        return planner.update(request, state, topology)
 
-    return Planner(planner.init, jax.jit(update))
+    return planner._replace(update=jax.jit(update))
 
 
 SEARCHING_IS_LONG = [
@@ -126,12 +133,12 @@ def run(name, topology):
     """Return the function ``run(load, state=None) -> (Plan, state)``."""
     planner = compiled(name, topology)
     return lambda load, state=None: planner.update(
-        load, start(name, topology) if state is None else state, topology
+        PlanRequest(load), start(name, topology) if state is None else state, topology
     )
 
 
 @pytest.mark.parametrize("kind", LOADS)
-def test_plan_is_valid(run, across_nodes, topology, kind):
+def test_planner_gives_valid_plans(run, across_nodes, topology, kind):
     load = make_load(kind, topology)
     plan, state = run(load)
     check_plan(plan, load, topology, across_nodes=across_nodes)
@@ -140,28 +147,28 @@ def test_plan_is_valid(run, across_nodes, topology, kind):
 
 
 @pytest.mark.parametrize("kind", ["zipf", "shifting"])
-def test_same_input_gives_the_same_plan(run, topology, kind):
+def test_planner_is_deterministic(run, topology, kind):
     load = make_load(kind, topology)
     chex.assert_trees_all_equal(run(load), run(load))
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "uniform", "zero", "shifting"])
 @pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].foresight], indirect=True)
-def test_foresight_is_never_worse_than_static(run, topology, kind):
+def test_planner_with_foresight_is_never_worse_than_static(run, topology, kind):
     load = make_load(kind, topology)
     plan, _ = run(load)
-    still, _ = compiled("static", topology).update(load, (), topology)
+    still, _ = compiled("static", topology).update(PlanRequest(load), (), topology)
     assert batch_imbalance(rank_load(plan)) <= batch_imbalance(rank_load(still)) + 1e-6
 
 
-def test_homes_use_every_slot_once(run, topology):
+def test_planner_uses_every_home_slot_once(run, topology):
     plan, _ = run(make_load("zipf", topology))
     every = np.tile(np.arange(topology.num_experts), (LAYERS, 1))
     np.testing.assert_array_equal(np.sort(plan.home, axis=-1), every)
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "shifting"])
-def test_copies_are_in_canonical_order(run, topology, kind):
+def test_planner_orders_copies_canonically(run, topology, kind):
     """On each rank, copies are ordered by home slot, empty slots last; `check_plan` tests the same differently."""
     plan, _ = run(make_load(kind, topology))
     home, slot_expert = np.asarray(plan.home), np.asarray(plan.slot_expert)
@@ -178,32 +185,34 @@ def test_copies_are_in_canonical_order(run, topology, kind):
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 @pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].across_nodes], indirect=True)
-def test_replicas_cross_nodes_only_where_the_table_says_so(run, topology):
+def test_planner_replicates_across_nodes_only_where_the_table_says_so(run, topology):
     load = make_load("one_hot", topology)
     plan, _ = run(load)
     with pytest.raises(ValueError, match="replica of expert 16, whose home is on node"):
         check_plan(plan, load, topology)
 
 
-EXTRAS = {
-    "transitions": Transitions(
-        *np.random.default_rng(0).integers(0, 9, (2, LAYERS, 32, 32)).astype(np.float32)
-    ),
-    "tokens": TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, LAYERS, 2), (5,), (5,)))),
-    "cost": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
-    "refine": np.tile(np.arange(32, dtype=np.int32), (LAYERS, 1)),
-}
+def make_facts():
+    """Return a value of every optional field of a request for the topology 2x4."""
+    rng = np.random.default_rng(0)
+    tokens = 64
+    ids = rng.permuted(np.tile(np.arange(32, dtype=np.uint8), (tokens, LAYERS, 1)), axis=-1)[..., :2]
+    micro_batch, rank = rng.integers(MICRO_BATCHES, size=tokens), rng.integers(8, size=tokens)
+    micro_batch[:5] = rank[:5] = EMPTY
+    transitions = rng.integers(0, 9, (2, LAYERS, 32, 32)).astype(np.float32)
+    return {
+        "routes": PlacedRoutes(ids, micro_batch.astype(np.int32), rank.astype(np.int32)),
+        "transitions": Transitions(*transitions),
+        "price": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
+        "start": np.tile(np.arange(32, dtype=np.int32)[::-1], (LAYERS, 1)),
+    }
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_planners_do_not_receive_arguments_they_do_not_name(run, name, topology):
-    """Extra arguments that a planner does not name cause no error, no other plan and no other trace."""
-    planner, load = compiled(name, topology), make_load("zipf", topology)
-    named = set(inspect.signature(PLANNERS[name].planner.update).parameters)
-    extras = {key: value for key, value in EXTRAS.items() if key not in named}
-    assert extras or name.startswith("relibra")
-    with_extras = with_extra_args(planner).update(load, start(name, topology), topology, **extras)
-    chex.assert_trees_all_equal(data_of(with_extras), data_of(run(load)))
+FACTS = make_facts()
+OF_RELIBRA = ("routes", "price", "start")
+READS = {"laer": ("price",), "relibra": OF_RELIBRA, "relibra_across": OF_RELIBRA}
+READS |= {name: ("transitions",) for name in PLANNERS if PLANNERS[name].planner.uses_transitions}
+"""The optional fields of a request that planners read; all others read only the load."""
 
 
 def data_of(tree):
@@ -214,45 +223,112 @@ def data_of(tree):
     )
 
 
-NAMING = [
-    name for name in PLANNERS if EXTRAS.keys() & inspect.signature(PLANNERS[name].planner.update).parameters
-]
+def test_request_facts_are_all_tested():
+    assert {"load", *FACTS} == set(PlanRequest._fields)
 
 
-@pytest.mark.parametrize("name", NAMING, indirect=True)
-def test_extra_arguments_that_are_none_change_nothing(name):
-    """`plan_batch` and others may pass None for any extra argument."""
-    topology = TOPOLOGIES["one home, no room"]
-    planner, load = PLANNERS[name].planner, make_load("zipf", topology)
-    update = jax.jit(with_extra_args(planner).update)
-    with_nones = update(load, start(name, topology), topology, **dict.fromkeys(EXTRAS))
-    chex.assert_trees_all_equal(
-        data_of(with_nones), data_of(compiled(name, topology).update(load, start(name, topology), topology))
-    )
+@pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+def test_planner_takes_every_fact_of_a_request(name, across_nodes, topology):
+    """With all facts plans are valid, a second call does not compile again, and facts that are read matter."""
+    planner, load = compiled(name, topology), make_load("zipf", topology)
+    request, state = PlanRequest(load, **FACTS), start(name, topology)
+    first = planner.update(request, state, topology)
+    check_plan(first[0], load, topology, across_nodes=across_nodes)
+    chex.assert_trees_all_equal(data_of(planner.update(request, state, topology)), data_of(first))
+    plan, _ = planner.update(request, first[1], topology)
+    check_plan(plan, load, topology, across_nodes=across_nodes)
+    alone = data_of(planner.update(PlanRequest(load), state, topology))
+    same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (alone, data_of(first))), strict=True)]
+    assert all(same) == (name not in READS)
 
 
-def test_a_planner_that_names_an_extra_argument_gets_it():
-    """ReLibra names all extra arguments except transitions and passes those that are known to its placement."""
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+def test_planner_ignores_facts_that_it_does_not_read(run, name, topology):
+    """Facts that a planner does not read cause no error and no other plan."""
+    planner, load = compiled(name, topology), make_load("zipf", topology)
+    facts = {key: fact for key, fact in FACTS.items() if key not in READS.get(name, ())}
+    with_facts = planner.update(PlanRequest(load, **facts), start(name, topology), topology)
+    chex.assert_trees_all_equal(data_of(with_facts), data_of(run(load)))
+
+
+def test_relibra_passes_the_request_to_its_parts():
+    """The functions that place and replicate see all that the planner sees, with and without optional facts."""
     topology, received = TOPOLOGIES["2x4"], []
-    extras = {name: EXTRAS[name] for name in ("tokens", "cost", "refine")}
 
-    def place(load, previous_home, topology, **options):
-        received.append({name: options[name] for name in extras if name in options})
-        return keep_homes(load, previous_home, topology)
+    def place(request, previous_home, topology, *, key):
+        received.append(request)
+        return keep_homes(request, previous_home, topology, key=key)
 
-    planner = with_extra_args(relibra(place=place))
+    def replicate(request, placement, topology):
+        received.append(request)
+        return replicate_experts(request, placement, topology)
+
+    planner = relibra(place=place, replicate=replicate)
+    assert planner.replicate is replicate
     state = planner.init(topology, LAYERS, key=jax.random.key(0))
-    for extra in (extras, {}):
-        planner.update(make_load("uniform", topology), state, topology, **extra)
-    assert received[0].keys() == extras.keys()
-    assert all(received[0][name] is extra for name, extra in extras.items())
-    assert received[1] == {}, "so that None overwrites nothing"
+    load = make_load("uniform", topology)
+    for request in (PlanRequest(load, **FACTS), PlanRequest(load)):
+        received.clear()
+        planner.update(request, state, topology)
+        assert [each is request for each in received] == [True, True]
+
+
+def test_planner_that_misspells_a_fact_raises():
+    """A fact that does not exist is an error, never a silent None."""
+    topology = TOPOLOGIES["one home, no room"]
+
+    planner = Planner(static().init, lambda request, state, topology: (request.token, state))
+    request = PlanRequest(make_load("uniform", topology))
+    for run in (planner.update, jax.jit(planner.update)):
+        with pytest.raises(AttributeError, match="token"):
+            run(request, (), topology)
+    with pytest.raises(TypeError, match="token"):
+        PlanRequest(request.load, token=FACTS["routes"])
+    with pytest.raises((ValueError, TypeError), match="token"):
+        request._replace(token=FACTS["routes"])
+
+
+PROGRAM = """
+from relibra_jax import Plan, Planner, PlanRequest, Topology, static
+
+
+def init(nonsense: int) -> None: ...
+
+
+def update(request: PlanRequest, state: tuple, topology: Topology) -> tuple[Plan, tuple]:
+    print(request.token)
+    return static().update(request, state, topology)
+
+
+Planner(static().init, update)
+Planner(init=init, update=update)
+Planner(static().init, lambda request, state: (request, state))
+"""
+
+
+@pytest.mark.slow
+def test_planner_types_are_checked_by_mypy(tmp_path):
+    """A misspelt fact and functions of other signatures are type errors, and nothing else is."""
+    (tmp_path / "planner_of_a_user.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), str(tmp_path / "planner_of_a_user.py")]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    lines = [line.split(": ", 2) for line in ran.stdout.splitlines() if ": error: " in line]
+    assert [(place.split(":")[1], kind) for place, kind, _ in lines] == [
+        ("9", "error"),
+        ("14", "error"),
+        ("15", "error"),
+    ], ran.stdout
+    assert '"PlanRequest" has no attribute "token"' in lines[0][2]
+    assert 'Argument "init" to "Planner" has incompatible type' in lines[1][2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
+def test_planner_works_under_vmap_and_scan(run, name, across_nodes, topology):
     """Batches in a scan and data-parallel groups in a vmap have the same plans as single calls."""
     kinds = (("zipf", "uniform"), ("shifting", "zipf"))
     loads = jnp.stack([jnp.stack([make_load(kind, topology) for kind in groups]) for groups in kinds])
@@ -261,8 +337,9 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
     @jax.jit
     def all_batches(loads, first):
         def step(states, loads):
-            update = functools.partial(planner.update, topology=topology)
-            plans, states = jax.vmap(update)(loads, states)
+            plans, states = jax.vmap(lambda load, state: planner.update(PlanRequest(load), state, topology))(
+                loads, states
+            )
             return states, plans
 
         states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), first)
@@ -279,7 +356,7 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
             chex.assert_trees_all_equal(plan, alone)
 
 
-def test_experts_that_do_not_divide_over_ranks_are_padded(name, across_nodes):
+def test_topology_asks_to_pad_experts_that_do_not_divide(name, across_nodes):
     """Padding experts have homes, but no tokens and no replicas."""
     with pytest.raises(ValueError, match=r"num_experts=6 must .* 4 ranks .*: pad the model to num_experts=8"):
         Topology(num_nodes=2, ranks_per_node=2, num_experts=6, replica_slots=1)
@@ -297,13 +374,13 @@ SHORT_SEARCH = relibra(place=functools.partial(place_experts, steps=2))
 def update_once(name, topology, load, key):
     """Plan one batch; for ReLibra with a search that is short enough to run without jit."""
     planner = SHORT_SEARCH if name == "relibra" else PLANNERS[name].planner
-    return planner.update(load, planner.init(topology, load.shape[1], key=key), topology)[0]
+    return planner.update(PlanRequest(load), planner.init(topology, load.shape[1], key=key), topology)[0]
 
 
 @pytest.mark.parametrize(
     "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
 )
-def test_plans_are_the_same_bit_for_bit_under_vmap(name):
+def test_planner_gives_the_same_bits_under_vmap(name):
     """Test one layer of one micro-batch in one node, for which batching changes XLA's algorithms most."""
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=32, replica_slots=2)
     load = jnp.asarray(np.random.default_rng(0).lognormal(5, 1.5, (12, 1, 1, 1, 8, 32)), jnp.int32)
@@ -315,7 +392,7 @@ def test_plans_are_the_same_bit_for_bit_under_vmap(name):
         chex.assert_trees_all_equal(plan, alone(load[index], keys[index]), update(load[index], keys[index]))
 
 
-def test_no_scan_is_empty_without_jit():
+def test_eplb_without_copies_works_without_jit():
     """Neither EPLB's homes nor a group without replica slots have copies."""
     topology = TOPOLOGIES["one home, no room"]
     load = make_load("zipf", topology)
@@ -326,10 +403,10 @@ def test_no_scan_is_empty_without_jit():
 
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_double_precision_changes_no_plan(run, name, topology):
+def test_planner_ignores_double_precision(run, name, topology):
     load = make_load("zipf", topology)
     with jax.enable_x64(True):
-        plan, _ = jax.jit(PLANNERS[name].planner.update)(load, start(name, topology), topology)
+        plan, _ = jax.jit(PLANNERS[name].planner.update)(PlanRequest(load), start(name, topology), topology)
     chex.assert_trees_all_equal(plan, run(load)[0])
 
 
@@ -337,7 +414,7 @@ def test_double_precision_changes_no_plan(run, name, topology):
 @pytest.mark.parametrize(
     "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
 )
-def test_works_without_jit(name):
+def test_planner_works_without_jit(name):
     """Plans are the same without jit; for LPLB, whose sums round differently, rank loads are equal to within 0.1%."""
     topology, load = TOPOLOGIES["one node of 3"], make_load("zipf", TOPOLOGIES["one node of 3"])
     update = functools.partial(update_once, name, topology, load, jax.random.key(0))
@@ -356,7 +433,7 @@ def test_works_without_jit(name):
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_any_load_gets_a_valid_plan(run, across_nodes, topology, data):
+def test_planner_gives_valid_plans_for_any_load(run, across_nodes, topology, data):
     """Plans are valid for arbitrary counts of a few experts, with zero or random loads for the others."""
     shape = (MICRO_BATCHES, LAYERS, topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = np.zeros(shape, np.int32)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relibra_jax.planning.token_sample import Routes
 from rollout_encodings import ENCODINGS, LEFT_PADDED, MODEL, example, live, padded, routes, vllm, whole
 
 from relibra_jax import (
@@ -31,7 +32,6 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import Price, RoutingReplay
-from relibra_jax.planning.token_sample import Routes
 
 ROOT = Path(__file__).parents[1]
 KEY = jax.random.key(1)

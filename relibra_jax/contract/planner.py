@@ -4,7 +4,7 @@ A planner is a pair of pure functions, like an optax transformation. Everything 
 one record, `PlanRequest`; a new fact for planners is one more field.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +85,14 @@ class PlanRequest(NamedTuple):
         return jnp.asarray(self.load, jnp.int32).sum(3, dtype=jnp.int32)
 
 
+@runtime_checkable
 class Init(Protocol):
     """Make the state of a planner before the first batch, an array tree."""
 
     def __call__(self, topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> Any: ...
 
 
+@runtime_checkable
 class Update(Protocol):
     """Plan one batch, and return the plan and the state after it.
 
@@ -101,6 +103,7 @@ class Update(Protocol):
     def __call__(self, request: PlanRequest, state: Any, topology: Topology) -> tuple[Plan, Any]: ...
 
 
+@runtime_checkable
 class Place(Protocol):
     """Choose homes and residents for a batch, given the homes of the batch before."""
 
@@ -109,6 +112,7 @@ class Place(Protocol):
     ) -> Placement: ...
 
 
+@runtime_checkable
 class Replicate(Protocol):
     """Choose replicas and quotas for given homes and residents."""
 

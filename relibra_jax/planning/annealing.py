@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 def anneal[State, Draw, Changes](
     state: State,
     draws: Draw,
-    noise: Float[jax.Array, "steps #options+1 #problems"],
+    noise: Float[jax.Array, "steps choices #problems"],
     *,
-    propose: Callable[[State, Draw], tuple[Float[jax.Array, "options+1 problems"], Changes]],
+    propose: Callable[[State, Draw], tuple[Float[jax.Array, "choices problems"], Changes]],
     apply: Callable[[State, Draw, Changes, Int[jax.Array, " problems"]], State],
 ) -> State:
     """Run the steps of a search for several problems at once.
@@ -48,8 +48,8 @@ def anneal[State, Draw, Changes](
 
 
 def scaled_noise(
-    bits: UInt32[jax.Array, "steps options+1 *problems"], temperature: Float[jax.Array, " steps"]
-) -> Float[jax.Array, "steps options+1 *problems"]:
+    bits: UInt32[jax.Array, "steps choices *problems"], temperature: Float[jax.Array, " steps"]
+) -> Float[jax.Array, "steps choices *problems"]:
     """Convert random bits to Gumbel noise times the temperature of each step, for `anneal`."""
     return gumbel(bits) * temperature.reshape(-1, *[1] * (bits.ndim - 1))
 

@@ -15,7 +15,7 @@ ranks of each micro-batch are exchanged if that lowers the total number of cross
 """
 
 import functools
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
     )
 
 
+@runtime_checkable
 class Assign(Protocol):
     """Assign the samples of a batch, or of one stage of it, to the positions of ``start``.
 

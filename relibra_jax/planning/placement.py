@@ -14,7 +14,7 @@ other items: the price of moving an expert and of token copies that cross nodes.
 """
 
 import functools
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ REFINING: Final = 3e-4
 """The initial temperature of a search that starts from ``request.start``. A higher one would lose the given homes."""
 
 
+@runtime_checkable
 class Search(Protocol):
     """Put items into bins, as `relibra_jax.planning.bin_search.search_bins` does."""
 

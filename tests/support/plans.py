@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from relibra_jax.contract.types import EMPTY, Plan, Planner, RoutingReplay, Topology
+from relibra_jax.contract.planner import Planner, PlanRequest
+from relibra_jax.contract.types import EMPTY, Plan, RoutingReplay, Topology
 from relibra_jax.planning.planners import PLANNERS
 
 
@@ -148,7 +149,8 @@ def random_planner() -> Planner:
     def init(topology, num_layers, *, key):
         return jnp.zeros((), jnp.int32)
 
-    def update(load, state, topology):
+    def update(request, state, topology):
+        load = request.load
         shapes = (*load.shape[:-1], topology.slots)
         plan = jax.pure_callback(
             lambda load, state: random_plan(np.random.default_rng(int(state)), np.asarray(load), topology),
@@ -175,7 +177,8 @@ def _some(rng, candidates, slots, fill, home):
 @functools.cache
 def compiled_update(name: str, topology: Topology) -> Callable:
     """Return ``(load, state) -> (Plan, state)`` of the planner ``name`` of PLANNERS, compiled once per topology."""
-    return jax.jit(functools.partial(PLANNERS[name].planner.update, topology=topology))
+    update = PLANNERS[name].planner.update
+    return jax.jit(lambda load, state: update(PlanRequest(load), state, topology))
 
 
 def planned(name: str, topology: Topology, load: np.ndarray) -> Plan:
