@@ -131,7 +131,7 @@ def main(config: BenchWarmStart) -> None:
             )
     title = (
         f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
-        f" {config.ranks_per_node} ranks,2 replica slots per rank; means of"
+        f" {config.ranks_per_node} ranks, 2 replica slots per rank; means of"
         f" {config.seeds} draws"
     )
     Console(width=120).print(_table(measured, title))

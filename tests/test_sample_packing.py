@@ -112,7 +112,7 @@ def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
     [
         ([3, 9, 4], 8, "sample 1 has 9 tokens, more than tokens_per_rank=8"),
         ([3], 0, "tokens_per_rank=0 must be an integer of at least 1"),
-        ([], 8, "tokens is empty: there must be at least one sample"),
+        ([], 8, "lengths is empty: there must be at least one sample"),
     ],
 )
 def test_budgets_that_hold_no_batch_are_rejected(tokens, budget, message):

@@ -213,11 +213,11 @@ def _budgets(length, sample, ranks: int, token_budget: float):
 
 def _exchange_ranks(sample, crossing, topology: Topology):
     """Exchange the ranks of a micro-batch if that lowers its crossings, and sort the samples of each rank."""
-    room = topology.ranks_per_node
+    local = topology.ranks_per_node
     by_rank = crossing[sample].sum(2)  # [M, rank, node to which it could move]
-    node = jax.vmap(_nearest_node, (0, None))(-by_rank, room)
+    node = jax.vmap(_nearest_node, (0, None))(-by_rank, local)
     crossing_after = jnp.take_along_axis(by_rank, node[..., None], axis=-1).sum((1, 2))
-    current_node = (jnp.arange(topology.num_ranks) // room)[None]
+    current_node = (jnp.arange(topology.num_ranks) // local)[None]
     crossing_before = jnp.take_along_axis(
         by_rank, jnp.broadcast_to(current_node, node.shape)[..., None], axis=-1
     ).sum((1, 2))
@@ -227,7 +227,7 @@ def _exchange_ranks(sample, crossing, topology: Topology):
     return jnp.sort(jnp.take_along_axis(sample, rank[..., None], axis=1), axis=-1)
 
 
-def _nearest_node(affinity, room):
+def _nearest_node(affinity, local):
     """Choose the node of each rank of one micro-batch; ranks that lose most without their first choice go first."""
     first, second = jax.lax.top_k(jnp.pad(affinity, ((0, 0), (0, 1)), constant_values=-jnp.inf), 2)[0].T
 
@@ -236,5 +236,5 @@ def _nearest_node(affinity, room):
         return free.at[node].add(-1), node
 
     order = jnp.argsort(second - first)
-    _, node = jax.lax.scan(choose, jnp.full(affinity.shape[1], room), order)
+    _, node = jax.lax.scan(choose, jnp.full(affinity.shape[1], local), order)
     return jnp.zeros_like(node).at[order].set(node)

@@ -16,19 +16,19 @@ def lightest_pack(
     load: Num[Array, " items"],
     start: Float[Array, " packs"],
     *,
-    room: int,
+    capacity: int,
 ) -> tuple[Int[jax.Array, " items"], Int[jax.Array, " items"]]:
     """Give every item, heaviest first, to the lightest pack that has room.
 
     Args:
         load: the load of each item; compared and summed in float32.
         start: the initial load of each pack.
-        room: the number of items that a pack can take; ``items <= packs * room``.
+        capacity: the number of items that a pack can take; ``items <= packs * capacity``.
 
     Returns:
         The pack of each item, and its position in the pack in order of arrival; int32.
 
-    >>> pack, position = lightest_pack(jnp.array([5, 3, 4, 1]), jnp.zeros(2), room=2)
+    >>> pack, position = lightest_pack(jnp.array([5, 3, 4, 1]), jnp.zeros(2), capacity=2)
     >>> pack.tolist(), position.tolist()
     ([0, 1, 1, 0], [0, 1, 0, 1])
     """
@@ -39,7 +39,7 @@ def lightest_pack(
 
     def place(packs, item_load):
         total, count = packs
-        pack = jnp.argmin(jnp.where(count < room, total, jnp.inf)).astype(jnp.int32)
+        pack = jnp.argmin(jnp.where(count < capacity, total, jnp.inf)).astype(jnp.int32)
         is_pack = jnp.arange(total.size) == pack
         position = jnp.sum(jnp.where(is_pack, count, 0))
         return (jnp.where(is_pack, total + item_load, total), count + is_pack), (pack, position)
@@ -72,7 +72,7 @@ def pack_evenly(
         raise ValueError(f"{items} items must divide evenly over {num_packs} packs")
     if items == num_packs:
         return jnp.arange(items, dtype=jnp.int32), jnp.zeros(items, jnp.int32)
-    return lightest_pack(load, jnp.zeros(num_packs), room=items // num_packs)
+    return lightest_pack(load, jnp.zeros(num_packs), capacity=items // num_packs)
 
 
 def add_copies(

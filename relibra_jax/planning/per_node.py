@@ -114,8 +114,8 @@ def merge_copies(
     Returns:
         ``replica`` and ``quota`` after merging.
     """
-    ranks, room = replica.shape
-    homes = quota.shape[1] - room
+    ranks, replica_slots = replica.shape
+    homes = quota.shape[1] - replica_slots
     home_slots = (jnp.arange(ranks * homes, dtype=jnp.int32)).reshape(ranks, homes)
     slots = jnp.concatenate([home_slots, replica], -1)
     same_expert = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]

@@ -142,8 +142,8 @@ def _overflow(batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M 
     held = jnp.zeros(served.shape, bool).at[(*place, index)].set(True)[..., :experts]
     served, supply = served[..., :experts], load.sum(3)
     excess = jnp.where(held, jnp.maximum(supply - served, 0), 0)
-    room = jnp.maximum(served - supply, 0)
-    target = room / jnp.maximum(room.sum(2, keepdims=True), 1)
+    free = jnp.maximum(served - supply, 0)
+    target = free / jnp.maximum(free.sum(2, keepdims=True), 1)
     by_rank = load * (excess / jnp.maximum(supply, 1))[:, :, :, None]
     leaving = jnp.einsum("mlnge,mlke->mlngk", by_rank, target)
     return leaving.reshape(micro_batches, layers, nodes * local, nodes)

@@ -124,17 +124,17 @@ def residents_to_ranks(
     Returns:
         The logical expert in each resident slot, EMPTY for none.
     """
-    ranks, room = topology.ranks_per_node, topology.resident_slots
+    ranks, resident_slots = topology.ranks_per_node, topology.resident_slots
     rank = home // topology.home_slots
 
     def one_node(node, resident, load):
         local_rank = jnp.where(rank // ranks == node, rank % ranks, ranks)
         start = jnp.zeros(ranks, jnp.float32).at[local_rank].add(load, mode="drop")
-        weight, expert = jax.lax.top_k(jnp.where(resident, load, -1), min(ranks * room, load.size))
+        weight, expert = jax.lax.top_k(jnp.where(resident, load, -1), min(ranks * resident_slots, load.size))
         # Experts that are not residents come last and take the remaining room, where they are replaced by EMPTY.
-        pack, position = lightest_pack(jnp.maximum(weight, 0), start, room=room)
+        pack, position = lightest_pack(jnp.maximum(weight, 0), start, capacity=resident_slots)
         slot_expert = jnp.where(weight < 0, EMPTY, expert).astype(jnp.int32)
-        return jnp.full((ranks, room), EMPTY, jnp.int32).at[pack, position].set(slot_expert)
+        return jnp.full((ranks, resident_slots), EMPTY, jnp.int32).at[pack, position].set(slot_expert)
 
     return jax.vmap(one_node)(jnp.arange(topology.num_nodes), resident, load)
 
@@ -158,8 +158,8 @@ def residents_on_ranks(
     Returns:
         The logical expert in each resident slot, EMPTY for none.
     """
-    nodes, room = topology.num_nodes, topology.resident_slots
-    if not room:
+    nodes, resident_slots = topology.num_nodes, topology.resident_slots
+    if not resident_slots:
         return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
     at_home_node = homes_on_nodes(home, topology).transpose(1, 2, 0)
     load = jnp.where(resident, copies, jnp.where(at_home_node, at_home[None], 0))

@@ -80,11 +80,11 @@ def place_routes(routes: Routes, assignment: Assignment) -> PlacedRoutes:
     ([0, 1, 0], [0, 1, 0])
     """
     sample = jnp.asarray(assignment.sample, jnp.int32)
-    _, nodes, local, room = sample.shape
+    _, nodes, local, positions = sample.shape
     ranks = nodes * local
     order = jnp.argsort(sample.ravel()).astype(jnp.int32)
     position = order[jnp.minimum(jnp.searchsorted(sample.ravel()[order], routes.sample), sample.size - 1)]
     unassigned = (sample.ravel()[position] != routes.sample) | (routes.sample == EMPTY)
-    bin_ = position // room
+    bin_ = position // positions
     micro_batch = jnp.where(unassigned, EMPTY, bin_ // ranks)
     return PlacedRoutes(routes.expert_ids, micro_batch, jnp.where(unassigned, EMPTY, bin_ % ranks))

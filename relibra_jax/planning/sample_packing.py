@@ -20,7 +20,7 @@ from relibra_jax.support.limits import check_integer
 
 
 def pack_samples(
-    tokens: Int[Array, " B"],
+    lengths: Int[Array, " B"],
     topology: Topology,
     *,
     num_micro_batches: int,
@@ -33,8 +33,8 @@ def pack_samples(
     spread.
 
     Args:
-        tokens: the length of each sample. Concrete lengths are packed on the host and traced lengths in the program,
-            with the same result.
+        lengths: the number of tokens of each sample. Concrete lengths are packed on the host and traced lengths in the
+            program, with the same result.
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches.
         samples_per_rank: b, the number of sample positions of a bin. None takes the largest number of samples in a bin,
@@ -52,36 +52,36 @@ def pack_samples(
     >>> pack_samples(np.array([9, 1, 5, 4, 3]), topology, num_micro_batches=1).sample.tolist()
     [[[[0, 4, -1], [2, 3, 1]]]]
     """
-    samples, bins = len(tokens), _num_bins(len(tokens), topology, num_micro_batches)
+    samples, bins = len(lengths), _num_bins(len(lengths), topology, num_micro_batches)
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    traced = isinstance(tokens, jax.core.Tracer)
-    room = samples_per_rank
-    if room is None:
-        room = min(samples, 4 * -(-samples // bins)) if traced else samples
+    traced = isinstance(lengths, jax.core.Tracer)
+    positions = samples_per_rank
+    if positions is None:
+        positions = min(samples, 4 * -(-samples // bins)) if traced else samples
     else:
-        check_room(samples, topology, num_micro_batches, room)
+        check_room(samples, topology, num_micro_batches, positions)
     if traced:
         bins_of_samples, position = lightest_pack(
-            jnp.maximum(tokens, 1), jnp.zeros(bins, jnp.float32), room=room
+            jnp.maximum(lengths, 1), jnp.zeros(bins, jnp.float32), capacity=positions
         )
         index = jnp.arange(samples, dtype=jnp.int32)
-        sample = jnp.full((bins, room), EMPTY, jnp.int32).at[bins_of_samples, position].set(index)
-        return Assignment(sample.reshape(num_micro_batches, nodes, local, room))
-    bins_of_samples, position = _pack_on_host(tokens, bins, room)
+        sample = jnp.full((bins, positions), EMPTY, jnp.int32).at[bins_of_samples, position].set(index)
+        return Assignment(sample.reshape(num_micro_batches, nodes, local, positions))
+    bins_of_samples, position = _pack_on_host(lengths, bins, positions)
     if samples_per_rank is None:
-        room = int(position.max()) + 1
-    sample_at = np.full((bins, room), EMPTY, np.int32)
+        positions = int(position.max()) + 1
+    sample_at = np.full((bins, positions), EMPTY, np.int32)
     sample_at[bins_of_samples, position] = np.arange(samples)
-    return Assignment(sample_at.reshape(num_micro_batches, nodes, local, room))
+    return Assignment(sample_at.reshape(num_micro_batches, nodes, local, positions))
 
 
-def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_per_rank: int) -> int:
+def micro_batches_for(lengths: Int[Array, " B"], topology: Topology, *, tokens_per_rank: int) -> int:
     """Return the smallest number of micro-batches for which `pack_samples` keeps every rank within a token budget.
 
     Runs on the host.
 
     Args:
-        tokens: the length of each sample.
+        lengths: the number of tokens of each sample.
         topology: the expert-parallel group.
         tokens_per_rank: the most tokens that a rank may hold in one micro-batch.
 
@@ -97,9 +97,9 @@ def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_pe
     2
     """
     check_integer("tokens_per_rank", tokens_per_rank, least=1)
-    lengths, ranks = np.asarray(tokens), topology.num_ranks
+    lengths, ranks = np.asarray(lengths), topology.num_ranks
     if not lengths.size:
-        raise ValueError("tokens is empty: there must be at least one sample")
+        raise ValueError("lengths is empty: there must be at least one sample")
     if lengths.max() > tokens_per_rank:
         raise ValueError(
             f"sample {lengths.argmax()} has {lengths.max()} tokens, more than tokens_per_rank={tokens_per_rank}"
@@ -137,7 +137,7 @@ def _num_bins(samples: int, topology: Topology, num_micro_batches: int) -> int:
     return num_micro_batches * topology.num_ranks
 
 
-def _pack_on_host(lengths, bins, room):
+def _pack_on_host(lengths, bins, positions):
     """Compute `lightest_pack` for NumPy arrays with a heap; the bins and positions are the same."""
     lengths = np.maximum(np.asarray(lengths), 1).astype(np.float32)
     bins_of_samples, position = np.empty(lengths.size, np.int32), np.empty(lengths.size, np.int32)
@@ -146,6 +146,6 @@ def _pack_on_host(lengths, bins, room):
         total, number = heapq.heappop(heap)
         bins_of_samples[item], position[item] = number, count[number]
         count[number] += 1
-        if count[number] < room:
+        if count[number] < positions:
             heapq.heappush(heap, (total + lengths[item], number))
     return bins_of_samples, position

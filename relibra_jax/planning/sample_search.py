@@ -61,7 +61,8 @@ class _Packing(NamedTuple):
     sent: jax.Array
     """[M ranks groups], the crossings that each rank sends, by layer group, times their price."""
     received: jax.Array
-    """[M lanes N groups], the crossings that each node receives in each of its lanes, times their price."""
+    """[M receivers N groups], the crossings that each node receives at each of its ranks (or at all of them together),
+    times their price."""
 
 
 def search_samples(
@@ -219,14 +220,14 @@ def _apply(packing: _Packing, draw, swaps: _Swaps, choice: Int[jax.Array, " pair
         ]
     )
     crossing_change, rank = select(swaps.crossing), swaps.rank[:, option]
-    lane, ranks_per_lane = _lane(rank, pairing)
+    receiver, ranks_per_receiver = _receiver(rank, pairing)
     new_pairs = _Packing(
         sample,
         pairing.load + select(swaps.load),
         pairing.tokens + select(swaps.tokens),
         pairing.attention + select(swaps.attention),
         pairing.sent.at[side, pair[None], rank].add(_total(crossing_change, 2)),
-        pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
+        pairing.received.at[side, pair[None], receiver].add(crossing_change / ranks_per_receiver),
     )
     pairs_and_rest = zip(new_pairs, swaps.rest, strict=True)
     return _Packing(*(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest]) for x, rest in pairs_and_rest))
@@ -234,18 +235,18 @@ def _apply(packing: _Packing, draw, swaps: _Swaps, choice: Int[jax.Array, " pair
 
 def _busiest(pairing, rank, crossing_change):
     """Return the crossings of the busiest rank, before the swap and after each option."""
-    lane, ranks_per_lane = _lane(rank, pairing)
-    by_lane = _largest(pairing.received, 3)  # [sides pairs lanes groups]
+    receiver, ranks_per_receiver = _receiver(rank, pairing)
+    by_receiver = _largest(pairing.received, 3)  # [sides pairs receivers groups]
     sent, received = (
         jnp.take_along_axis(x, y[:, None, :, None], axis=2)
-        for x, y in ((pairing.sent, rank), (by_lane, lane))
+        for x, y in ((pairing.sent, rank), (by_receiver, receiver))
     )
-    at_nodes = jnp.take_along_axis(pairing.received, lane[:, None, :, None, None], axis=2)
-    tops = _two_largest(pairing.sent), _two_largest(by_lane)
+    at_nodes = jnp.take_along_axis(pairing.received, receiver[:, None, :, None, None], axis=2)
+    tops = _two_largest(pairing.sent), _two_largest(by_receiver)
     busiest = jnp.maximum(tops[0][0], tops[1][0])
     others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
     changed = jnp.maximum(
-        sent + _total(crossing_change, 3), _largest(at_nodes + crossing_change / ranks_per_lane, 3)
+        sent + _total(crossing_change, 3), _largest(at_nodes + crossing_change / ranks_per_receiver, 3)
     )
     return busiest, jnp.maximum(others, changed)
 
@@ -255,11 +256,11 @@ def _without(value, first, second):
     return jnp.where(value == first[:, :, None], second[:, :, None], first[:, :, None])
 
 
-def _lane(rank, packing):
-    """Return the lane in which nodes receive the crossings of a rank, and the number of ranks that share a lane."""
-    nodes, lanes = packing.received.shape[-2], packing.received.shape[-3]
+def _receiver(rank, packing):
+    """Return the receiver of a rank's crossings in each node, and the number of ranks that share a receiver."""
+    nodes, receivers = packing.received.shape[-2], packing.received.shape[-3]
     local = packing.tokens.shape[-1] // nodes
-    return rank % local % lanes, local // lanes
+    return rank % local % receivers, local // receivers
 
 
 def _largest(values, axis):

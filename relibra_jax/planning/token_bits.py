@@ -78,26 +78,28 @@ def token_bits(
     group = jnp.where(micro_batch == EMPTY, groups * nodes, group)
     size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
     first = jnp.cumsum(size, dtype=jnp.int32) - size
-    room = 32 * words
+    most_tokens = 32 * words
     index, quotient, remainder = (
-        jnp.arange(room, dtype=jnp.int32)[None],
-        size[:, None] // room,
-        size[:, None] % room,
+        jnp.arange(most_tokens, dtype=jnp.int32)[None],
+        size[:, None] // most_tokens,
+        size[:, None] % most_tokens,
     )
     token = (
-        first[:, None] + index * quotient + index * remainder // room
+        first[:, None] + index * quotient + index * remainder // most_tokens
     )  # ordered so that int32 does not overflow
     token = jnp.argsort(group, stable=True)[jnp.minimum(token, group.size - 1)]
-    ids = jnp.asarray(routes.expert_ids)[token].astype(jnp.int32)  # [groups x N, room, L, K]
+    ids = jnp.asarray(routes.expert_ids)[token].astype(jnp.int32)  # [groups x N, most_tokens, L, K]
     ids = jnp.where(size[:, None, None, None] > 0, ids, experts)
     layers = ids.shape[2]
-    word = (jnp.arange(groups * nodes)[:, None] * words + jnp.arange(room)[None] // 32)[:, :, None, None]
-    bit = (jnp.uint32(1) << (jnp.arange(room, dtype=jnp.uint32) % 32))[None, :, None, None]
+    word = (jnp.arange(groups * nodes)[:, None] * words + jnp.arange(most_tokens)[None] // 32)[
+        :, :, None, None
+    ]
+    bit = (jnp.uint32(1) << (jnp.arange(most_tokens, dtype=jnp.uint32) % 32))[None, :, None, None]
     bits = jnp.zeros((experts, groups * nodes * words, layers), jnp.uint32)
     # The experts of a token are distinct, so every bit is added once.
     bits = bits.at[ids, word, jnp.arange(layers)[None, None, :, None]].add(bit, mode="drop")
     weight = size.reshape(groups, nodes) * (
-        jnp.float32(nodes / room) / jnp.maximum(size.sum(dtype=jnp.int32), 1)
+        jnp.float32(nodes / most_tokens) / jnp.maximum(size.sum(dtype=jnp.int32), 1)
     )
     return TokenBits(bits.reshape(experts, groups, nodes, words, layers), weight)
 

@@ -66,7 +66,7 @@ def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Ar
     ranks, homes = load.shape
     item, _, count = add_copies(load.ravel(), ranks * replica_slots)
     share = load.ravel() / count
-    rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(1), room=replica_slots)
+    rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(1), capacity=replica_slots)
     replica = jnp.full((ranks, replica_slots), EMPTY, jnp.int32).at[rank, position].set(item)
     earlier = np.tri(replica_slots, k=-1, dtype=bool)
     repeated = ((replica[:, :, None] == replica[:, None, :]) & earlier[None]).any(-1)

@@ -195,7 +195,7 @@ def copy_evenly(
     ranks, homes = load.shape
     item, copy, count = add_copies(expected.ravel(), ranks * replica_slots)
     share = expected.ravel() / count
-    rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(-1), room=replica_slots)
+    rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(-1), capacity=replica_slots)
     # The first copies of an expert get one token more each, so that the quotas are integers and sum to the load.
     quotient, remainder = load.ravel() // count, load.ravel() % count
     tokens = quotient[item] + (copy < remainder[item])

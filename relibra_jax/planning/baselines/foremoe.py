@@ -115,17 +115,17 @@ def _exchange_homes(
     mean: Int[jax.Array, " E"], home: Int[jax.Array, " E"], *, num_ranks: int
 ) -> Int[jax.Array, " E"]:
     """Choose the homes of the base placement by exchanging experts with the least loaded rank, one after the other."""
-    room = mean.size // num_ranks
-    slot_rank = jnp.arange(mean.size, dtype=jnp.int32) // room
+    home_slots = mean.size // num_ranks
+    slot_rank = jnp.arange(mean.size, dtype=jnp.int32) // home_slots
 
     def by_slot(home: jax.Array) -> tuple[jax.Array, jax.Array]:
         slot_load = mean[inverse_permutation(home)]
-        return slot_load, slot_load.reshape(num_ranks, room).sum(1, dtype=jnp.int32)
+        return slot_load, slot_load.reshape(num_ranks, home_slots).sum(1, dtype=jnp.int32)
 
     def step(home: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         slot_load, load = by_slot(home)
         slot = home[expert]
-        rank, target = slot // room, jnp.argmin(load).astype(jnp.int32)
+        rank, target = slot // home_slots, jnp.argmin(load).astype(jnp.int32)
         change = mean[expert] - slot_load
         helps = (slot_rank == target) & (change > 0) & (change < load[rank] - load[target])
         fuller = jnp.maximum(load[rank] - change, load[target] + change)
@@ -135,7 +135,7 @@ def _exchange_homes(
 
     def one_round(home: jax.Array, _: None) -> tuple[jax.Array, None]:
         load = by_slot(home)[1]
-        from_mean = jnp.abs(load - load.sum(dtype=jnp.int32) // num_ranks)[home // room]
+        from_mean = jnp.abs(load - load.sum(dtype=jnp.int32) // num_ranks)[home // home_slots]
         return jax.lax.scan(step, home, jnp.argsort(-from_mean, stable=True))
 
     return jax.lax.scan(one_round, home, length=ROUNDS)[0]

@@ -19,7 +19,7 @@ class Spilled(NamedTuple):
 
     excess: Int[jax.Array, " P"]
     """Tokens of each rank above the threshold."""
-    room: Int[jax.Array, " P"]
+    spare: Int[jax.Array, " P"]
     """Tokens that each rank can take until it reaches the threshold."""
     at_home: Int[jax.Array, " E"]
     """Tokens that each expert's home computes; E = P * H."""
@@ -79,16 +79,16 @@ def spill(
         need = state.excess[expert // homes]
         movable = jnp.minimum(need, state.at_home[expert] - home_tokens[expert])
         used_slots = (state.replica != EMPTY).sum(1, dtype=jnp.int32)
-        may_take = (state.room > 0) & (used_slots < replica_slots) & ~(state.replica == expert).any(1)
-        room = jnp.where(may_take, state.room, 0)
-        amount = jnp.minimum(movable, room.max())
+        may_take = (state.spare > 0) & (used_slots < replica_slots) & ~(state.replica == expert).any(1)
+        spare = jnp.where(may_take, state.spare, 0)
+        amount = jnp.minimum(movable, spare.max())
         least = jnp.maximum(fewest(need, movable, may_take.sum(dtype=jnp.int32)), 1)
         amount = jnp.where(amount >= least, amount, 0)
-        taker = (rank == room.argmax()) & (amount > 0)
+        taker = (rank == spare.argmax()) & (amount > 0)
         filled = taker[:, None] & (slot[None] == used_slots[:, None])
         new_state = Spilled(
             state.excess.at[expert // homes].add(-amount),
-            state.room - jnp.where(taker, amount, 0),
+            state.spare - jnp.where(taker, amount, 0),
             state.at_home.at[expert].add(-amount),
             jnp.where(filled, expert, state.replica),
             jnp.where(filled, amount, state.tokens),

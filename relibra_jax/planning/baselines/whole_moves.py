@@ -53,8 +53,8 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
         The token copies of each slot after all moves, at most one for each replica slot.
     """
     ranks, homes = spread.at_home.shape
-    room = spread.replica.shape[1]
-    if not room:
+    replica_slots = spread.replica.shape[1]
+    if not replica_slots:
         return spread
     rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(ranks * homes, dtype=jnp.int32)
 
@@ -62,7 +62,7 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
         current, _ = carry
         load = current.rank_load()
         used_slots = (current.replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = jnp.where(used_slots < room, load, _MAX)
+        free = jnp.where(used_slots < replica_slots, load, _MAX)
         fullest, emptiest = jnp.argmax(load).astype(jnp.int32), jnp.argmin(free).astype(jnp.int32)
         size = jnp.where((rank == fullest)[:, None] & movable, current.at_home, 0).ravel()
         has_copy = (current.replica[emptiest][None, :] == expert[:, None]).any(1)
@@ -75,7 +75,11 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
         candidate = jnp.argmax(size).astype(jnp.int32)
         amount = size[candidate]
         at_home = jnp.where((expert == candidate) & (amount > 0), 0, current.at_home.ravel())
-        slot = (rank == emptiest)[:, None] & (jnp.arange(room)[None] == used_slots[:, None]) & (amount > 0)
+        slot = (
+            (rank == emptiest)[:, None]
+            & (jnp.arange(replica_slots)[None] == used_slots[:, None])
+            & (amount > 0)
+        )
         return (
             Spread(
                 at_home.reshape(ranks, homes),
