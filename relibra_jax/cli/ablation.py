@@ -11,13 +11,13 @@ from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_place
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.bin_search import search_bins
 from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
-from relibra_jax.planning.placement import Search, place_experts
+from relibra_jax.planning.placement import BinSearch, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
 
 
-def _place_for_balance(search: Search = search_bins) -> Place:
+def _place_for_balance(search: BinSearch = search_bins) -> Place:
     """Return a placement for balance alone, whose search sees no routes and pays for no moves and crossings."""
 
     def place(request: PlanRequest, previous_home: Array, topology: Topology, *, key: Array) -> Placement:

@@ -33,7 +33,7 @@ class Traffic(NamedTuple):
     """Received from other ranks of the node."""
 
 
-class Lanes(NamedTuple):
+class LaneRows(NamedTuple):
     """The most rows that one rank sends to one other rank, and the most that it keeps, by layer and micro-batch."""
 
     between: Num[Array, "*stack"]
@@ -240,14 +240,14 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
     )
 
 
-def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> Lanes:
+def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> LaneRows:
     nodes, local = topology.num_nodes, topology.ranks_per_node
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
     visits = jnp.asarray(visits)
     # A token crosses to the rank with the local index of its source: [local source, node, local].
     through = pairs.sum(2)
     own = np.eye(local, dtype=bool)[None, None, :, None]
-    return Lanes(
+    return LaneRows(
         jnp.where(stays, 0, visits).max((2, 3)),
         jnp.where(own, 0, through).max((2, 3, 4)),
         jnp.where(stays, visits, 0).max((2, 3)),
@@ -255,12 +255,12 @@ def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: T
     )
 
 
-def _flat_lanes(pairs: Array, topology: Topology) -> Lanes:
+def _flat_lanes(pairs: Array, topology: Topology) -> LaneRows:
     ranks = topology.num_ranks
     flat, own = pairs.reshape(*pairs.shape[:2], ranks, ranks), np.eye(ranks, dtype=bool)[None, None]
     longest, kept = jnp.where(own, 0, flat).max((2, 3)), jnp.where(own, flat, 0).max((2, 3))
     nothing = jnp.zeros_like(longest)
-    return Lanes(longest, nothing, kept, nothing)
+    return LaneRows(longest, nothing, kept, nothing)
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:

@@ -38,7 +38,7 @@ REFINING: Final = 3e-4
 
 
 @runtime_checkable
-class Search(Protocol):
+class BinSearch(Protocol):
     """Put items into bins, as `relibra_jax.planning.bin_search.search_bins` does."""
 
     def __call__(
@@ -54,7 +54,7 @@ def place_experts(
     *,
     key: PRNGKeyArray,
     steps: int | None = None,
-    search: Search = search_bins,
+    search: BinSearch = search_bins,
 ) -> Placement:
     """Choose the home of every expert and the residents for a batch so that the batch takes the least time.
 
@@ -175,7 +175,7 @@ def _place_nodes_in_time(
 
 
 def _place_level(
-    search: Search,
+    search: BinSearch,
     view: _View,
     home,
     load,
@@ -186,7 +186,7 @@ def _place_level(
     steps: int,
     key: PRNGKeyArray,
 ) -> Int[jax.Array, "L E"]:
-    """Search the experts of each domain for its bins, and return the new homes."""
+    """BinSearch the experts of each domain for its bins, and return the new homes."""
     layers, experts = home.shape
     size = experts // (domains * bins)
     if bins == 1 or (size == 1 and domains == nodes):

@@ -18,7 +18,7 @@ from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Topo
 from relibra_jax.support.atomic_write import write_atomically
 
 
-class Placement(NamedTuple):
+class EnginePlacement(NamedTuple):
     """The homes and slots of all layers: of a plan in one micro-batch, or of an engine."""
 
     home: Int[Array, "L E"]
@@ -27,32 +27,32 @@ class Placement(NamedTuple):
     """The expert in each slot, home slots first, then copies; EMPTY for none."""
 
 
-def placement_of(plan: Plan, micro_batch: int) -> Placement:
+def placement_of(plan: Plan, micro_batch: int) -> EnginePlacement:
     """Return the placement of a plan in one of its micro-batches."""
-    return Placement(np.asarray(plan.home), np.asarray(plan.slot_expert)[micro_batch])
+    return EnginePlacement(np.asarray(plan.home), np.asarray(plan.slot_expert)[micro_batch])
 
 
-def homes_only(plan: Plan) -> Placement:
+def homes_only(plan: Plan) -> EnginePlacement:
     """Return the placement of a plan's home slots alone; it has no empty slots, so every engine can load it."""
     slot_expert = np.asarray(plan.slot_expert)[0]
     home_slots = plan.home.shape[-1] // (slot_expert.shape[1] * slot_expert.shape[2])
-    return Placement(np.asarray(plan.home), slot_expert[..., :home_slots])
+    return EnginePlacement(np.asarray(plan.home), slot_expert[..., :home_slots])
 
 
-def to_vllm(placement: Placement) -> Int[np.ndarray, "L P"]:
+def to_vllm(placement: EnginePlacement) -> Int[np.ndarray, "L P"]:
     """Convert a placement to vLLM's ``physical_to_logical``, with -1 for unused slots."""
     slot_expert = np.asarray(placement.slot_expert, np.int32)
     return slot_expert.reshape(slot_expert.shape[0], -1)
 
 
-def to_eplb(placement: Placement) -> PhysicalExperts:
+def to_eplb(placement: EnginePlacement) -> PhysicalExperts:
     """Convert a placement to EPLB's three arrays.
 
     Raises:
         ValueError: if a slot is empty, because the format of EPLB has no empty slots.
 
     >>> slots = np.array([[[[0, 1]], [[2, 3]]]])
-    >>> to_eplb(Placement(np.array([[0, 1, 2, 3]]), slots)).logical_to_physical.tolist()
+    >>> to_eplb(EnginePlacement(np.array([[0, 1, 2, 3]]), slots)).logical_to_physical.tolist()
     [[[0], [1], [2], [3]]]
     """
     physical = _without_empty_slots(placement, "EPLB")
@@ -66,7 +66,7 @@ def to_eplb(placement: Placement) -> PhysicalExperts:
     return PhysicalExperts(physical, slots, count.astype(np.int32))
 
 
-def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
+def to_sglang(path: str | os.PathLike, placement: EnginePlacement) -> None:
     """Write a placement as the JSON file that SGLang's ``--init-expert-location`` reads.
 
     Raises:
@@ -77,7 +77,7 @@ def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
         part.write_text(json.dumps({"physical_to_logical_map": physical.tolist()}))
 
 
-def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
+def from_sglang(path: str | os.PathLike, topology: Topology) -> EnginePlacement:
     """Read a placement from an ``--init-expert-location`` JSON file of SGLang with ``physical_to_logical_map``.
 
     Raises:
@@ -93,7 +93,7 @@ def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
     return from_physical(physical, topology)
 
 
-def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) -> Placement:
+def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) -> EnginePlacement:
     """Convert a ``physical_to_logical`` of EPLB, vLLM or SGLang to a placement.
 
     Engines do not distinguish homes from other copies. If the first H slots of all ranks hold every expert once, they
@@ -129,7 +129,7 @@ def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) ->
     for layer, row in enumerate(slot_expert):
         _homes_first(row, layer, topology)
         home[layer, row[:, :homes].ravel()] = np.arange(topology.num_experts)
-    return Placement(
+    return EnginePlacement(
         home, slot_expert.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots)
     )
 
@@ -158,7 +158,7 @@ def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology
         slots[:] = rank_experts + [EMPTY] * (slots.size - len(rank_experts))
 
 
-def _without_empty_slots(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]:
+def _without_empty_slots(placement: EnginePlacement, consumer: str) -> Int[np.ndarray, "L P"]:
     physical = to_vllm(placement)
     if (physical == EMPTY).any():
         layer, slot = np.argwhere(physical == EMPTY)[0]
