@@ -22,7 +22,7 @@ TraceName = Annotated[
 
 
 def run_program(
-    main: Callable[[Any], int | None], options: type, args: Sequence[str] | None = None, **about: Any
+    main: Callable[[Any], int | None], options: Any, args: Sequence[str] | None = None, **about: Any
 ) -> int:
     """Parse options and run a program with them.
 

@@ -10,13 +10,11 @@ The package depends only on JAX. `pallas_kernels.pull_rows` is about something e
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot
 from pallas_kernels.grouped_mlp.api import grouped_mlp
-from pallas_kernels.grouped_mlp.float8 import grouped_mlp_float8
 from pallas_kernels.hopper.multiprocessors import leave_multiprocessors
 
 __all__ = [
     "grouped_dot",
     "grouped_mlp",
-    "grouped_mlp_float8",
     "grouped_outer",
     "leave_multiprocessors",
     "ragged_dot",

@@ -634,7 +634,6 @@ def test_auto_is_what_runs_on_gpus():
             {"visits": None, "path": "flat", "previous_home": np.zeros((1, 8), int)},
             r"previous_home: expected shape \(2, 8\), found \(1, 8\)",
         ),
-        ({"speedup": np.ones((2, 2, 2, 4))}, r"speedup: expected shape \(2, 2, 2, 2\), found \(2, 2, 2, 4\)"),
         (
             {"topology": dataclasses.replace(TOPOLOGY, num_nodes=1)},
             r"load: expected shape \(2, 2, 1, 2, 8\), found \(2, 2, 2, 2, 8\)",
@@ -680,16 +679,3 @@ def test_a_price_is_for_the_experts_of_the_model():
     ):
         NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=4))
     assert NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=12)).copy == price().copy
-
-
-def test_faster_ranks_by_hand(batch_plan):
-    """Rank (0, 0) has two tiles and is four times as fast, so rank (0, 1) with one tile is the slowest."""
-    tile = 3 * 16 * (2 * 3 * 4 * 5) / 5e5
-    speedup = np.ones((1, 1, 2, 2))
-    exact = batch_time(batch_plan, LENGTHS, TOPOLOGY, price())
-    assert float(exact.compute) == pytest.approx(2 * tile)
-    speedup[0, 0, 0, 0] = 4
-    marked = batch_time(batch_plan, LENGTHS, TOPOLOGY, price(), speedup=speedup)
-    assert float(marked.compute) == pytest.approx(tile)
-    for part in set(marked.parts()) - {"compute"}:
-        assert getattr(exact, part) == getattr(marked, part), part

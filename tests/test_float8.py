@@ -11,9 +11,9 @@ from gpu_interpreter import gpu_interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_mlp, grouped_mlp_float8
-from pallas_kernels.float8 import round_to_float8
-from pallas_kernels.grouped_mlp.float8 import BLOCK
+from experiments.float8.grouped_mlp import BLOCK, grouped_mlp_float8
+from experiments.float8.rounding import round_to_float8
+from pallas_kernels import grouped_mlp
 
 SLOTS, WIDTH, HIDDEN = (2, 0, 1), 160, 136  # neither is a multiple of a block
 SIZES = [np.array(sizes, np.int32) for sizes in ((5, 0, 7), (0, 0, 0), (0, 16, 0), (4, 4, 4))]
@@ -64,7 +64,7 @@ def compiled(implementation="xla"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [(1, 128), (4, 3)])
-def test_blocks_are_rounded_as_ml_dtypes_rounds(dtype, block):
+def test_round_to_float8_agrees_with_ml_dtypes(dtype, block):
     """Magnitudes range from the smallest normal number to the largest, and differ by row and column."""
     rng = np.random.default_rng(1)
     values = rng.normal(size=(2, 9, 200)) * 2.0 ** rng.integers(-120, 125, (2, 9, 1))
@@ -78,8 +78,8 @@ def test_blocks_are_rounded_as_ml_dtypes_rounds(dtype, block):
 
 @given(st.lists(st.tuples(st.integers(-4095, 4095), st.integers(-120, 100)), min_size=1, max_size=32))
 @settings(deadline=None, max_examples=200)
-def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
-    """The error is half of the last place: ``2**-4`` of a normal number, or ``2**-10`` of the scale.
+def test_round_to_float8_errors_are_at_most_half_of_the_last_place(values):
+    """Half of the last place is ``2**-4`` of a normal number, or ``2**-10`` of the scale.
 
     The scale is below ``largest / 224``.
     """
@@ -90,7 +90,7 @@ def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
     assert (error <= np.maximum(np.abs(row.astype(np.float64)) / 16, tiny)).all()
 
 
-def test_float8_numbers_are_exact():
+def test_round_to_float8_keeps_float8_numbers():
     """All e4m3 numbers are exact, for scales from the smallest to the largest."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
@@ -100,7 +100,7 @@ def test_float8_numbers_are_exact():
             np.testing.assert_array_equal(rounded(values, block=(1, 256)), values)
 
 
-def test_a_nonfinite_number_makes_only_its_block_nan():
+def test_round_to_float8_makes_only_the_block_of_a_nonfinite_number_nan():
     values = np.ones((3, 8), np.float32)
     values[0, 1], values[2, 6] = np.inf, np.nan
     result = np.asarray(rounded(values, block=(2, 4)))
@@ -109,7 +109,7 @@ def test_a_nonfinite_number_makes_only_its_block_nan():
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_mlp_of_rounded_numbers(sizes):
+def test_grouped_mlp_float8_is_the_mlp_of_rounded_numbers(sizes):
     """Sizes include empty groups and padding. A hidden number halfway between float8 numbers may round either way."""
     rows, weights, scale = operands()
     result = compiled()(rows, weights, sizes, scale)
@@ -122,7 +122,7 @@ def test_the_mlp_of_rounded_numbers(sizes):
         assert 0.01 < error < 0.1
 
 
-def test_implementations_agree_and_bfloat16_represents_the_rounded_numbers():
+def test_grouped_mlp_float8_agrees_between_implementations_and_dtypes():
     rows, weights, scale = operands("bfloat16")
     results = [compiled(name)(rows, weights, SIZES[0], scale) for name in ("xla", "reference")]
     wide = [array.astype(jnp.float32) for array in (rows, *weights)]
@@ -134,7 +134,7 @@ def test_implementations_agree_and_bfloat16_represents_the_rounded_numbers():
         )
 
 
-def test_operands_exact_in_float8_give_the_exact_mlp():
+def test_grouped_mlp_float8_is_exact_for_float8_numbers():
     """The numbers have few bits, and gates are so large that their sigmoid is 1 and hidden numbers are powers of 2."""
     rows = jnp.asarray(2.0 ** np.arange(ROWS) * np.ones((4, ROWS))).T.astype(jnp.float32)
     weights = [jnp.ones((3, 3, 4, 8)) * jnp.array([64.0, 0.5, 3.0])[None, :, None, None]]
@@ -143,7 +143,7 @@ def test_operands_exact_in_float8_give_the_exact_mlp():
     np.testing.assert_array_equal(compiled()(rows, weights, sizes, scale), exact)
 
 
-def test_nonfinite_numbers_affect_only_their_rows():
+def test_grouped_mlp_float8_spreads_nonfinite_numbers_only_over_their_rows():
     """A NaN in a row affects only that row, a NaN in weights the rows of their group, and a NaN in padding nothing."""
     rows, weights, scale = operands()
     sizes = np.array([5, 4, 3], np.int32)
@@ -156,7 +156,7 @@ def test_nonfinite_numbers_affect_only_their_rows():
 
 
 @pytest.mark.parametrize("differentiate", [jax.grad, jax.value_and_grad, jax.jacfwd])
-def test_a_gradient_is_refused_in_one_line(differentiate):
+def test_grouped_mlp_float8_refuses_gradients_in_one_line(differentiate):
     rows, weights, scale = operands()
 
     def loss(rows):
@@ -167,7 +167,7 @@ def test_a_gradient_is_refused_in_one_line(differentiate):
         jax.jit(differentiate(loss))(rows)
 
 
-def test_operands_are_checked_as_those_of_the_exact_mlp():
+def test_grouped_mlp_float8_checks_operands_as_the_exact_mlp():
     rows, weights, scale = operands()
     with pytest.raises(ValueError, match=r"row_scale: expected floating \[16\]"):
         grouped_mlp_float8(rows, weights, SIZES[0], scale[1:])
@@ -180,7 +180,7 @@ def test_operands_are_checked_as_those_of_the_exact_mlp():
 
 
 @pytest.mark.slow
-def test_the_hopper_kernels_multiply_rounded_numbers():
+def test_grouped_mlp_float8_runs_the_hopper_kernels():
     """The forward pass runs in JAX's GPU interpreter, with widths that are multiples of 64."""
     rng = np.random.default_rng(2)
     rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)

@@ -1,12 +1,13 @@
 """The float8 experiments: the arithmetic of their tables, and one-line errors for invalid input."""
 
-import functools
-
 import numpy as np
 import pytest
 from support.plans import planned
 
-from experiments import float8_error, float8_time
+from experiments.float8 import __main__ as program
+from experiments.float8.hot_ranks import HotRanks
+from experiments.float8.policy_error import compare
+from experiments.float8.recompute_time import FLOAT8_FLOPS, PLANNED, price_recompute
 from experiments.program import run_program
 from experiments.rl.step import Clip
 from experiments.synthetic_traces import synthetic_trace
@@ -15,30 +16,30 @@ from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BatchPlan, Topology
+from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.evaluation import Batching, Costs
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.routing.hot_ranks import HotRanks
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
-PROGRAMS = {
-    "error": functools.partial(run_program, float8_error.main, float8_error.Float8Error),
-    "time": functools.partial(run_program, float8_time.main, float8_time.Float8Time),
-}
 
 
-def test_errors_and_ratios_by_hand():
+def run(*args):
+    return run_program(program.main, program.Command.__value__, args)
+
+
+def test_compare_by_hand():
     """The ratio of an exact update is the exact probability over that of float8."""
     reference, float8 = np.log([0.5, 0.2, 0.9, 0.1]), np.log([0.5, 0.1, 0.9, 0.2])
-    errors = float8_error.compare(float8, reference, Clip())
+    errors = compare(float8, reference, Clip())
     assert errors.mean == pytest.approx(np.log(2) / 2)
     assert errors.largest == pytest.approx(np.log(2))
     assert errors.clipped == 0.5  # ratios 2 and 1/2
     assert errors.kl == pytest.approx(((2 - 1 - np.log(2)) + (0.5 - 1 + np.log(2))) / 4)
-    wide = float8_error.compare(float8, reference, Clip(low=0.5, high=1.5))
+    wide = compare(float8, reference, Clip(low=0.5, high=1.5))
     assert wide.clipped == 0
 
 
-def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
+def test_price_recompute_waits_for_the_slowest_rank_with_and_without_float8():
     """In one node, and without effects of tiles, the expert time of a micro-batch is that of its largest rank load."""
     trace = synthetic_trace(samples=16, mean_tokens=24, layers=2, num_experts=8, top_k=2)
     batches = make_batches(trace, Batching(batch_size=16, micro_batches=2), TOPOLOGY)
@@ -55,11 +56,11 @@ def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
         return cost.scale * rows.max((-2, -1)).sum() * 2 * cost.model.expert_params / flops
 
     exact, hot, all_ranks = (
-        float8_time.price([batch], TOPOLOGY, cost, rule)
+        price_recompute([batch], TOPOLOGY, cost, rule, float8_flops=FLOAT8_FLOPS["h100"])
         for rule in (None, HotRanks(threshold=1.0, min_rows=1), HotRanks(threshold=0.0, min_rows=1))
     )
     marks = rows > rows.mean((-2, -1), keepdims=True)
-    ratio = cost.cluster.float8_flops / cost.cluster.matmul_flops
+    ratio = FLOAT8_FLOPS["h100"] / cost.cluster.matmul_flops
     assert 1e-3 * exact.compute == pytest.approx(seconds(rows), rel=1e-2)
     assert 1e-3 * hot.compute == pytest.approx(seconds(np.where(marks, rows / ratio, rows)), rel=1e-2)
     assert all_ranks.compute == pytest.approx(exact.compute / ratio, rel=1e-4)
@@ -67,33 +68,38 @@ def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
     assert exact.total - exact.compute == pytest.approx(hot.total - hot.compute, rel=1e-4)
 
 
+def test_float8_flops_are_known_for_every_cluster():
+    assert FLOAT8_FLOPS.keys() == CLUSTERS.keys()
+    assert all(FLOAT8_FLOPS[name] >= cluster.matmul_flops for name, cluster in CLUSTERS.items())
+
+
 @pytest.mark.parametrize(
-    ("experiment", "options", "line"),
+    ("args", "line"),
     [
-        ("error", ["--run", "nowhere"], "nowhere: no run to resume, because there is no config.json"),
-        ("error", ["--thresholds", "-1"], "thresholds=-1.0 must be at least 0 and at most 1e+09"),
-        ("error", ["--batches", "0"], "batches=0 must be an integer of at least 1"),
-        ("time", ["--min-rows", "0"], "min_rows=0 must be an integer of at least 1"),
-        ("time", ["--thresholds", "nan"], "thresholds=nan must be at least 0"),
-        ("time", ["--model", "gpt"], "model='gpt' must be one of"),
+        (["error", "--run", "nowhere"], "nowhere: no run to resume, because there is no config.json"),
+        (["error", "--thresholds", "-1"], "thresholds=-1.0 must be at least 0 and at most 1e+09"),
+        (["error", "--batches", "0"], "batches=0 must be an integer of at least 1"),
+        (["time", "--min-rows", "0"], "min_rows=0 must be an integer of at least 1"),
+        (["time", "--thresholds", "nan"], "thresholds=nan must be at least 0"),
+        (["time", "--model", "gpt"], "model='gpt' must be one of"),
+        ([], "Expected one of {error, time}"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+    ids=" ".join,
 )
-def test_invalid_input_gives_a_one_line_error(experiment, options, line, capsys):
-    assert PROGRAMS[experiment](options) == 2
+def test_program_reports_invalid_input_in_one_line(args, line, capsys):
+    assert run(*args) == 2
     error = capsys.readouterr().err
     assert line in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.long
-def test_the_table_of_modelled_times_names_every_plan(capsys, tmp_path):
+def test_program_prints_modelled_times_of_every_plan(capsys, tmp_path):
     figure = tmp_path / "recompute.png"
-    options = ["synthetic-32", "--thresholds", "1.25", "--batch-size", "32", "--micro-batches", "2"]
-    options += ["--figure", str(figure)]
-    assert PROGRAMS["time"](options) == 0
+    settings = ("--thresholds", "1.25", "--batch-size", "32", "--micro-batches", "2")
+    assert run("time", "synthetic-32", *settings, "--figure", str(figure)) == 0
     out = capsys.readouterr().out
     assert "modelled, not measured" in out
-    for name in float8_time.PLANNED:
+    for name in PLANNED:
         assert f" {name} " in out
     assert figure.read_bytes().startswith(b"\x89PNG")

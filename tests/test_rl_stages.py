@@ -25,7 +25,7 @@ from experiments.rl.trainer import Trainer
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import EMPTY, RoutingReplay
-from relibra_jax.nnx import HotRanks, get_homes
+from relibra_jax.nnx import get_homes
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 OPTIONS = SMALL | {"warmup_steps": 0, "steps": 1, "updates": 2, "epochs": 1}

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import tyro
 
+from experiments.float8.hot_ranks import HotRanks
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.dapo import Dapo
 from experiments.rl.generation import check_sampling
@@ -22,7 +23,6 @@ from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.routing.hot_ranks import HotRanks
 from relibra_jax.support.limits import (
     check_integer,
     check_memory,

@@ -5,7 +5,6 @@ enough prompts have rewards that differ. T-PPO samples a window of each response
 in the next rollout.
 """
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from experiments.float8.hot_ranks import in_float8
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
 from experiments.rl.generation import Responses, Watch, generate
@@ -220,9 +220,13 @@ class Sampler:
         watch: Watch | None,
     ) -> Responses:
         config, state, tokenizer = self.config, self.state, self.prompts.tokenizer
+        policy, float8 = state.agent.policy, config.float8_rollout
         responses = generate(
-            *(state.agent.policy, prompts, lengths, jax.random.split(key, len(prompts))),
-            parallel=dataclasses.replace(state.balancer.live, float8=config.float8_rollout),
+            policy if float8 is None else in_float8(policy, float8),
+            prompts,
+            lengths,
+            jax.random.split(key, len(prompts)),
+            parallel=state.balancer.live,
             max_new_tokens=max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments.float8.hot_ranks import HotRanks, in_float8
 from experiments.rl.advantages import discounted_returns
 from experiments.rl.algorithms import Lessons, Sampled
 from experiments.rl.balance import planned_imbalance, unplanned_imbalance
@@ -26,7 +27,7 @@ from experiments.rl.rollout import Rollout
 from experiments.rl.state import State
 from experiments.rl.step import CriticBatch, StepMetrics, TrainingBatch, prepare_residents, recompute
 from relibra_jax.execution import Residents
-from relibra_jax.nnx import HotRanks, PreparedBatch, check_executed, get_homes, in_float8
+from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
 
 
 class Stage(NamedTuple):
@@ -118,10 +119,10 @@ def recompute_planned(
         RuntimeError: if a slot computed a different number of rows than its quota.
     """
     residents = prepare_residents(state.agent, state.optimizer, stages.recompute[0].batch)
+    agent = state.agent if float8 is None else in_float8(state.agent, float8)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
-        stage_batch = batch if float8 is None else in_float8(batch, float8)
-        recomputed = recompute(state.agent, stage_batch, samples, residents, temperature=config.temperature)
+        recomputed = recompute(agent, batch, samples, residents, temperature=config.temperature)
         check_executed(recomputed.slot_rows, batch)
         parts.append(batch.from_ranks((recomputed.log_prob, recomputed.value)))
     if stages.recompute is not stages.updates:

@@ -1,6 +1,7 @@
 """Plans saved as files."""
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,10 @@ def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
         plan: a plan that `relibra_jax.contract.check.check_plan` accepts.
         topology: the expert-parallel group of the plan.
     """
-    numbers = {name: np.int64(value) for name, value in vars(topology).items()}
+    arrays: dict[str, Any] = {name: np.asarray(array) for name, array in plan._asdict().items()}
+    arrays |= {name: np.int64(value) for name, value in vars(topology).items()}
     with write_atomically(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, **{k: np.asarray(v) for k, v in plan._asdict().items()}, **numbers)  # type: ignore[arg-type]
+        np.savez_compressed(file, **arrays)
 
 
 def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:

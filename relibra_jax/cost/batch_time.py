@@ -80,7 +80,6 @@ def batch_time(
     visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
     row_length: Float[Array, ""] | float | None = None,
-    speedup: Float[Array, "M L N G"] | None = None,
 ) -> BatchTime:
     """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
 
@@ -95,7 +94,6 @@ def batch_time(
             to a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
         row_length: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
-        speedup: the factor by which each rank's experts run faster, as in `relibra_jax.cost.step_time.rank_time`.
 
     Raises:
         ValueError: if shapes do not fit the topology or each other, ``visits`` does not fit the path, or M does not
@@ -107,10 +105,8 @@ def batch_time(
     check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
     if previous_home is not None:
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
-    if speedup is not None:
-        check_shape("speedup", speedup.shape, slots[:-1])
     attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_length=row_length)
-    ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits, speedup=speedup)
+    ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits)
     push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
     if previous_home is not None:

@@ -12,9 +12,6 @@ class Cluster:
 
     matmul_flops: float
     """The peak of dense bfloat16 matrix products, FLOP/s."""
-    float8_flops: float
-    """The peak of dense float8 matrix products, FLOP/s. Products are assumed to reach the same share of it as of the
-    bfloat16 peak."""
     fast_bandwidth: float
     """The bytes/s that a rank can send inside a node, and at the same time receive."""
     slow_bandwidth: float
@@ -40,12 +37,11 @@ class Cluster:
     data sheets)."""
 
 
-# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB at 3.35 TB/s;
+# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
 # NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
 # 128 rows are what Hopper's warp-group products are built from (two 64-row groups).
 _H100 = Cluster(
     matmul_flops=989e12,
-    float8_flops=1979e12,
     fast_bandwidth=450e9,
     slow_bandwidth=50e9,
     shared_link=False,
@@ -62,15 +58,14 @@ CLUSTERS = {
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
     # 8 x 400 Gb/s InfiniBand for 8 GPUs.
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12),
-    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16 and
-    # 720 PFLOP/s float8 with sparsity, half of them without, which is 2.5 and 5 PFLOP/s per GPU; 130 TB/s of NVLink
-    # together, 1.8 TB/s per GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX
-    # GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The
-    # efficiencies are Hopper's.
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16
+    # with sparsity, half of them without, which is 2.5 PFLOP/s per GPU; 130 TB/s of NVLink together, 1.8 TB/s per GPU
+    # in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX GB200 data sheet:
+    # 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies are
+    # Hopper's.
     "gb200-nvl72": dataclasses.replace(
         _H100,
         matmul_flops=2500e12,
-        float8_flops=5000e12,
         fast_bandwidth=900e9,
         memory=186e9,
         memory_bandwidth=8e12,
@@ -84,7 +79,6 @@ CLUSTERS = {
     # GPU. All numbers are assumed: the products of one core, and copies in memory for both networks.
     "cpu-host": Cluster(
         matmul_flops=50e9,
-        float8_flops=50e9,
         fast_bandwidth=5e9,
         slow_bandwidth=5e9,
         memory=4e9,

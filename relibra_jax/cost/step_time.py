@@ -119,7 +119,6 @@ def rank_time(
     cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
-    speedup: Float[Array, "M L N G"] | None = None,
 ) -> RankTime:
     """Model the time of every rank under a plan.
 
@@ -130,8 +129,6 @@ def rank_time(
         cost: the unit times.
         visits: the number of distinct tokens that each rank sends to each node, for hierarchical dispatch; see
             `relibra_jax.cost.traffic.count_traffic`. None for flat dispatch.
-        speedup: the factor by which the products of each rank's experts run faster than ``cost`` says, for example of
-            ranks that compute in float8. None for no speedup.
 
     Returns:
         The times in seconds.
@@ -149,7 +146,7 @@ def rank_time(
     compute = cost.copy * filled
     return RankTime(
         attention=jnp.broadcast_to(attention[:, None], compute.shape),
-        compute=compute if speedup is None else compute / speedup,
+        compute=compute,
         between=between,
         inside=inside,
         gather=cost.gather * sent.buffers,

@@ -8,8 +8,6 @@ what                       dtype                         where it is set
 master weights             float32                       ``MoELayer(param_dtype=)``; the experts that the caller casts
                                                          before `fetch_replicas`
 expert compute             that of ``x``                 ``MoELayer(dtype=)``; the tokens passed to `moe_layer`
-experts of hot ranks       float8 (e4m3) by blocks       ``ExpertParallel.float8``, for passes without gradients; off
-                                                         by default (`pallas_kernels.grouped_mlp_float8`)
 router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.gating`, always
 products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
 replica transfers          that of expert compute        the dtype of the experts passed to `fetch_replicas`

@@ -5,8 +5,7 @@ Call `relibra_jax.execution.replicas.fetch_replicas` at the start of the transfo
 compiled step serves every plan of a mesh. `relibra_jax.execution.prepared_layer` computes the index tables before the
 step.
 
-A plan never changes the mathematics, and the layer drops no token. Only ``ExpertParallel.float8`` changes values: hot
-ranks then compute in float8, in passes without gradients. The host checks sizes and plans before the step
+A plan never changes the mathematics, and the layer drops no token. The host checks sizes and plans before the step
 (`relibra_jax.routing.sizes`, `relibra_jax.contract.check`). If a step still runs with too small buffers, with an
 invalid plan, with a plan for another load, or with different expert ids, its output and gradients are NaN.
 
@@ -14,13 +13,14 @@ Pipeline, context and expert-tensor parallelism are not implemented.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Integer
 
-from pallas_kernels import grouped_mlp, grouped_mlp_float8
+from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
 from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
@@ -31,6 +31,26 @@ from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables, token_exchanges
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.routing.segments import segment_of_row, starts
+
+
+@runtime_checkable
+class ExpertMlp(Protocol):
+    """A function that computes the rows of one rank, for the arguments of `pallas_kernels.grouped_mlp`.
+
+    It runs inside `jax.shard_map`, so that it may compare ranks along the mesh axes ``node`` and ``local``.
+    """
+
+    def __call__(
+        self,
+        rows: jax.Array,
+        weights: Sequence[jax.Array],
+        group_sizes: jax.Array,
+        row_scale: jax.Array,
+        *,
+        implementation: str | None,
+    ) -> jax.Array:
+        """Return the outputs of the rows, with the arguments and results of `pallas_kernels.grouped_mlp`."""
+        ...
 
 
 class LayerOutput(NamedTuple):
@@ -50,6 +70,8 @@ def moe_layer(
     experts: LayerExperts,
     layer: PreparedLayer,
     parallel: ExpertParallel,
+    *,
+    expert_mlp: ExpertMlp | None = None,
 ) -> LayerOutput:
     """Compute the experts of every token where the plan puts them, and sum their outputs weighted by the gates.
 
@@ -60,6 +82,7 @@ def moe_layer(
         experts: the experts that `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``layer``.
         layer: the prepared layer, from `relibra_jax.execution.prepared_layer.prepare_layer`.
         parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
+        expert_mlp: the function with which every rank computes its rows. None takes `pallas_kernels.grouped_mlp`.
 
     Returns:
         The output, and the number of rows that each slot computed. All tokens of a copy of the group are NaN if its
@@ -99,7 +122,7 @@ def moe_layer(
     def on_rank(x, ids, gates, weights, tables):
         weights, tables = jax.tree.map(lambda leaf: leaf[place], (weights, tables))
         tokens, ids, scales = (array.reshape(-1, array.shape[-1]) for array in (x, ids, gates))
-        out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel)
+        out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel, expert_mlp or grouped_mlp)
         same_ids = (ids.astype(jnp.int32) == tables.expert_ids.astype(jnp.int32)).all()
         return (out * one_or_nan(same_ids, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
@@ -115,7 +138,7 @@ def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
     return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
 
 
-def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
+def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, expert_mlp: ExpertMlp):
     """Run the whole layer on one rank, on ``x[t, D]`` and ``gates[t, K]``."""
     dispatch, valid = tables.dispatch, tables.valid
     flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
@@ -126,8 +149,8 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
             tokens, scales = (cross(array, dispatch, exchanges[0]) for array in (tokens, scales))
         rows, scale = send_tokens(tokens, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
-        operands = rows, weights, jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
-        computed = _compute_experts(operands, tables.float8, parallel.implementation)
+        group_sizes, row_scale = jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
+        computed = expert_mlp(rows, weights, group_sizes, row_scale, implementation=parallel.implementation)
     out = combine(computed, flat, exchanges[-1])
     if isinstance(dispatch, NodeDispatch):
         out = cross_back(out, dispatch, exchanges[0])
@@ -137,15 +160,6 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
-
-
-def _compute_experts(operands, float8, implementation: str | None):
-    """Compute the experts of one rank, in float8 if the rank is marked for it and in the operands' dtype otherwise."""
-    exact, rounded = (
-        functools.partial(kernel, implementation=implementation)
-        for kernel in (grouped_mlp, grouped_mlp_float8)
-    )
-    return exact(*operands) if float8 is None else jax.lax.cond(float8, rounded, exact, *operands)
 
 
 def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):

@@ -18,7 +18,6 @@ from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
 from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
-from relibra_jax.routing.hot_ranks import HotRanks
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
 
@@ -71,8 +70,6 @@ class ExpertParallel:
     check_rows: bool = False
     """Whether every token copy carries its expert's number, so that a layer counts the rows that reach the slot of
     their expert. If a count differs from the plan's quota, the output is NaN. It costs a small exchange per layer."""
-    float8: HotRanks | None = None
-    """The rule for which ranks compute their experts in float8, for passes without gradients. None for no rank."""
     rows: int | None = None
     """The number of rows of a micro-batch on all ranks together, if it is fixed beforehand. A layer then rejects any
     other number."""

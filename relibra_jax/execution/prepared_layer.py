@@ -27,7 +27,6 @@ from relibra_jax.execution.fetch_tables import FetchTables, make_fetch, travels_
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
-from relibra_jax.routing.hot_ranks import mark_hot_ranks
 from relibra_jax.routing.sizes import ExchangeSizes
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
@@ -55,8 +54,6 @@ class TokenTables(NamedTuple):
     group."""
     check: RowCheck | None
     """The expected rows; None without ``check_rows``."""
-    float8: Bool[jax.Array, "*stack"] | None = None
-    """Whether this rank computes its experts in float8; None without ``ExpertParallel.float8``."""
 
 
 class PreparedLayer(NamedTuple):
@@ -226,8 +223,7 @@ def _prepare_on_rank(
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
         check = RowCheck(slot_expert[node, local], quota[node, local])
-    float8 = None if parallel.float8 is None else mark_hot_ranks(plan, parallel.float8)[node, local]
-    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, valid, check, float8)
+    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, valid, check)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

@@ -17,14 +17,12 @@ from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.executed import check_executed
-from relibra_jax.nnx.float8 import in_float8
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
 from relibra_jax.nnx.prepared import PreparedBatch, RowPacking
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
-from relibra_jax.routing.hot_ranks import HotRanks
 
 __all__ = [
     "GATINGS",
@@ -35,7 +33,6 @@ __all__ = [
     "ExpertParam",
     "Gating",
     "Homes",
-    "HotRanks",
     "MoELayer",
     "MoEOutput",
     "PreparedBatch",
@@ -45,7 +42,6 @@ __all__ = [
     "expert_labels",
     "expert_mesh",
     "get_homes",
-    "in_float8",
     "prepare_residents",
     "reorder_experts",
     "restore_training",

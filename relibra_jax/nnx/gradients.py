@@ -19,7 +19,6 @@ from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
-from relibra_jax.nnx.float8 import check_exact
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import AXES, ExpertParam
 
@@ -59,9 +58,8 @@ def accumulate_gradients(
         of ``nnx.state(model, nnx.Param)``; and the additional outputs of the objective, stacked over micro-batches.
 
     Raises:
-        ValueError: if ranks of the batch compute in float8, or ``samples`` has another number of micro-batches.
+        ValueError: if ``samples`` has another number of micro-batches.
     """
-    check_exact(batch)
     _check_micro_batches(samples, batch.layers())
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     weights = _push_weights(params, batch) if residents is None else residents.weights

@@ -23,7 +23,7 @@ from relibra_jax.contract.plan import home_layout
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
-from relibra_jax.execution.moe import moe_layer
+from relibra_jax.execution.moe import ExpertMlp, moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch, prepare_layer
@@ -67,6 +67,8 @@ class MoELayer(nnx.Module):
             parameters replicated. None leaves them on JAX's default device until `Balancer.prepare` or the caller
             distributes them.
         fsdp_axis: another mesh axis over which each expert is sharded along D. None if there is none.
+        expert_mlp: the function with which every rank computes its rows, hashable. None takes
+            `pallas_kernels.grouped_mlp`.
         rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:
@@ -97,9 +99,11 @@ class MoELayer(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
         fsdp_axis: str | None = None,
+        expert_mlp: ExpertMlp | None = None,
         rngs: nnx.Rngs,
     ):
         check_gating(gating, topology.num_experts)
+        self.expert_mlp = expert_mlp
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
 
@@ -188,7 +192,9 @@ class MoELayer(nnx.Module):
             ids = jnp.where(mask[..., None], ids, EMPTY)
         layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
         gates = gates_at(logits, ids, self.gating)
-        routed_output, slot_rows = moe_layer(x, ids, gates, experts, layer, parallel)
+        routed_output, slot_rows = moe_layer(
+            x, ids, gates, experts, layer, parallel, expert_mlp=self.expert_mlp
+        )
         same_homes = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
         y = routed_output * one_or_nan(same_homes, jnp.asarray(routed_output))
         if self.shared is not None:

@@ -6,7 +6,6 @@ from relibra_jax.cost.models import Model
 
 CLUSTER = Cluster(
     matmul_flops=1e6,
-    float8_flops=4e6,
     matmul_efficiency=0.5,
     fast_bandwidth=1000.0,
     slow_bandwidth=100.0,

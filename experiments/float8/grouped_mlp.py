@@ -15,11 +15,9 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.float8 import round_to_float8
-from pallas_kernels.group_loops import group_bounds
-from pallas_kernels.grouped_dot.api import grouped_dot
-from pallas_kernels.grouped_mlp.operands import Array, check_operands
-from pallas_kernels.implementation import resolve_out_dtype
+from experiments.float8.rounding import round_to_float8
+from pallas_kernels import grouped_dot, grouped_mlp
+from relibra_jax.contract.types import Array
 
 BLOCK: Final = 128
 """The block size: 128 numbers of a row along the contraction share a scale, and 128 x 128 numbers of a matrix."""
@@ -61,15 +59,21 @@ def grouped_mlp_float8(
     >>> grouped_mlp_float8(rows, [weights], jnp.array([1, 1]))[:, 0].tolist()  # hidden 3.52 is rounded to 3.5
     [28.0, 28.0, 0.0]
     """
-    operands = check_operands(rows, weights, group_sizes, row_scale)
-    if operands.rows.dtype == jnp.float16:
+    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
+    exact = functools.partial(grouped_mlp, out_dtype=out_dtype, implementation="reference")
+    result = jax.eval_shape(
+        exact, rows, weights, group_sizes, row_scale
+    )  # checks the operands, and computes nothing
+    if rows.dtype == jnp.float16:
         raise ValueError(
             "rows: the exponent range of float16 is too small for float8 scales; use bfloat16 rows"
         )
-    dtype = resolve_out_dtype(out_dtype, operands.rows)
-    if operands.rows.size == 0:
-        return operands.rows.astype(dtype)
-    return _forward(dtype, implementation, *operands)
+    if row_scale is None:
+        row_scale = jnp.ones(len(rows), jnp.promote_types(rows.dtype, jnp.float32))
+    if not rows.size:
+        return jnp.zeros(result.shape, result.dtype)
+    buffers = tuple(jnp.asarray(buffer) for buffer in weights if len(buffer))
+    return _forward(result.dtype, implementation, rows, buffers, group_sizes, jnp.asarray(row_scale))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -95,7 +99,7 @@ def _forward(
     hidden = round_to_float8(hidden, (1, BLOCK)).astype(rows.dtype)
     out = product(hidden, matrices(2), transposed=True) * row_scale.astype(dtype)[:, None]
     # The row scale of padding may have any value, NaN included.
-    real = jnp.arange(rows.shape[0], dtype=jnp.int32) < group_bounds(group_sizes, rows.shape[0])[-1]
+    real = jnp.arange(len(rows), dtype=jnp.int32) < jnp.maximum(group_sizes, 0).sum()
     return jnp.where(real[:, None], out, 0).astype(out_dtype)
 
 

@@ -1,8 +1,8 @@
-"""``python -m experiments.float8_error [--run FOLDER]``: measure the errors of float8 in a recompute and in PPO.
+"""Measurement of the errors that float8 causes in a recompute and in PPO.
 
 A small policy is trained, or the last checkpoint of a run is loaded, and responds to prompts. The log-probabilities of
 the responses are then recomputed under one plan: in float32, in bfloat16, and in bfloat16 with the experts of hot ranks
-in float8, for several thresholds (`relibra_jax.routing.hot_ranks`).
+in float8, for several thresholds (`experiments.float8.hot_ranks`).
 
 The tables show the errors of the log-probabilities of sampled tokens, and their effect on an update that computes with
 the same weights in the reference's precision. All its ratios should be 1; the tables show the share of ratios outside
@@ -12,7 +12,6 @@ because a small policy has few rows per rank.
 
 import dataclasses
 import functools
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import run_program
+from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.generation import Responses
@@ -37,7 +36,6 @@ from experiments.rl.train import keep_compiled, run_train
 from experiments.rl.trainer import EVALUATION, Trainer
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Plan
-from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 TRAINED: Final = Train(planner="static", anneal_steps=0, warmup_steps=80, steps=4, evaluation_batches=0)
@@ -112,13 +110,13 @@ def compare(
     )
 
 
-def main(config: Float8Error) -> None:
+def measure_errors(config: Float8Error, console: Console) -> None:
     """Train a policy if no run is given, recompute, and print the tables.
 
     Args:
         config: the settings.
+        console: the console that the tables are printed on.
     """
-    console = Console()
     compile_quickly()
     with tempfile.TemporaryDirectory() as folder:
         run = config.run
@@ -211,7 +209,3 @@ def _show(recomputes: list[Recomputes], settings: Train, console: Console) -> No
             numbers = [f"{error:.4f}" for error in errors[:3]]
             table.add_row(name, *shares, *numbers, f"{errors.clipped:.2%}", f"{errors.kl:.1e}")
         console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main, Float8Error, description=__doc__))

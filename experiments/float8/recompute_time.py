@@ -1,43 +1,58 @@
-"""``python -m experiments.float8_time [TRACE]``: model the largest speedup of a recompute with hot ranks in float8.
+"""The largest speedup of a recompute with hot ranks in float8, modelled.
 
 A recompute is one forward pass over the micro-batches of a batch, under the plan of its updates. Every phase of a layer
-waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`relibra_jax.routing.hot_ranks`)
+waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`experiments.float8.hot_ranks`)
 are priced at the cluster's peak throughput of float8 products, and rounding to float8 is free. All times are modelled,
 not measured.
 """
 
 import dataclasses
+import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from jaxtyping import Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import TraceName, run_program
+from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
+from experiments.program import TraceName
 from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.palette import INK, planner_style
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
-from relibra_jax.contract.types import Topology
+from relibra_jax.contract.types import Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.routing.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.support.limits import check_integer, check_not_negative
 from relibra_jax.traces.read import read_trace
 
 PLANNED: Final = ("static", "eplb", "relibra")
+FLOAT8_FLOPS: Final = {
+    "h100": 1979e12,
+    "h200": 1979e12,
+    "h100-ethernet-200": 1979e12,
+    "h100-ethernet-100": 1979e12,
+    "gb200-nvl72": 5000e12,
+    "cpu-host": 50e9,
+}
+"""The peak of dense float8 matrix products of a rank, FLOP/s, by the cluster's name. Products are assumed to reach the
+same share of it as of the bfloat16 peak. Sources are the data sheets of `relibra_jax.cost.hardware`: 1,979 TFLOP/s for
+H100 and H200 without sparsity, and half of the 720 PFLOP/s with sparsity of 72 GPUs of a GB200 NVL72. The number of a
+host is assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +92,13 @@ class Priced(NamedTuple):
     """The milliseconds of all phases."""
 
 
-def price(
-    batches: list[PlannedBatch], topology: Topology, cost_model: CostModel, rule: HotRanks | None
+def price_recompute(
+    batches: list[PlannedBatch],
+    topology: Topology,
+    cost_model: CostModel,
+    rule: HotRanks | None,
+    *,
+    float8_flops: float,
 ) -> Priced:
     """Model the time of a recompute with the ranks in float8 that ``rule`` marks, as the mean over batches.
 
@@ -87,29 +107,44 @@ def price(
         topology: the expert-parallel group.
         cost_model: the cost model.
         rule: the rule that marks hot ranks, in rows of the trace. None marks no rank.
+        float8_flops: the peak of a rank's float8 products, FLOP/s.
     """
-    cost = cost_model.price(topology, updates=0, recompute=True)
-    faster = cost_model.cluster.float8_flops / cost_model.cluster.matmul_flops
-    rows = []
+    price = cost_model.price(topology, updates=0, recompute=True)
+    recomputes = []
     for batch in batches:
-        marks = None if rule is None else mark_hot_ranks(batch.batch_plan.plan, rule)
-        lengths, row_length = sample_lengths(batch)
-        time = batch_time(
-            *(batch.batch_plan, lengths, topology, cost),
-            visits=count_visits(batch, topology, cost),
-            row_length=row_length,
-            speedup=None if marks is None else jnp.where(marks, jnp.float32(faster), 1.0),
-        )
-        share = 0.0 if marks is None else float(marks.mean())
-        rows.append((share, 1e3 * float(time.compute), 1e3 * float(time.total)))
-    return Priced(*map(float, np.mean(rows, axis=0)))
+        visits, (lengths, row_length) = count_visits(batch, topology, price), sample_lengths(batch)
+        time = batch_time(batch.batch_plan, lengths, topology, price, visits=visits, row_length=row_length)
+        share, compute = 0.0, float(time.compute)
+        if rule is not None:
+            marks = mark_hot_ranks(batch.batch_plan.plan, rule)
+            speedup = jnp.where(marks, float8_flops / cost_model.cluster.matmul_flops, 1.0)
+            share = float(marks.mean())
+            compute = float(_compute_seconds(batch.batch_plan, lengths, topology, price, speedup, visits))
+        recomputes.append((share, 1e3 * compute, 1e3 * (float(time.total) - float(time.compute) + compute)))
+    return Priced(*map(float, np.mean(recomputes, axis=0)))
 
 
-def main(config: Float8Time) -> None:
+@functools.partial(jax.jit, static_argnames="topology")
+def _compute_seconds(
+    batch_plan: BatchPlan,
+    lengths: Int[Array, " B"],
+    topology: Topology,
+    price: Price,
+    speedup: Float[Array, "M L N G"],
+    visits: Int[Array, "M L P N"] | None,
+) -> Float[jax.Array, ""]:
+    """Return the seconds of expert compute in all layers, if the experts of each rank are faster by ``speedup``."""
+    attention, _ = attention_time(batch_plan.assignment, lengths, price)
+    ranks = rank_time(batch_plan.layer_plans(), attention, topology, price, visits=visits)
+    return layer_time(ranks._replace(compute=ranks.compute / speedup)).compute.sum()
+
+
+def model_times(config: Float8Time, console: Console) -> None:
     """Plan the batches, model their recomputes, and print the table.
 
     Args:
         config: the settings.
+        console: the console that the table is printed on.
     """
     trace = read_trace(config.trace)
     topology = config.ranks.topology(trace.num_experts)
@@ -129,17 +164,19 @@ def main(config: Float8Time) -> None:
             seed=config.batching.seed,
             timed_runs=0,
         )
-        exact, *marked = priced[name] = [price(planned, topology, cost, rule) for rule in rules]
+        exact, *marked = priced[name] = [
+            price_recompute(planned, topology, cost, rule, float8_flops=FLOAT8_FLOPS[config.costs.cluster])
+            for rule in rules
+        ]
         table.add_row(name, "-", "0%", f"{exact.compute:.1f}", f"{exact.total:.1f}", "1.00x")
         for threshold, float8 in zip(config.thresholds, marked, strict=True):
             numbers = f"{float8.marked:.0%}", f"{float8.compute:.1f}", f"{float8.total:.1f}"
             table.add_row("", f"{threshold:g} x mean", *numbers, f"{exact.total / float8.total:.2f}x")
         table.add_section()
-    console, scale = Console(), f"{config.costs.tokens_per_rank:g} tokens per rank"
     title = (
         f"{trace.name} as {config.costs.model} on {config.costs.cluster}, {config.ranks.nodes} x"
-        f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of {scale}; modelled, not"
-        " measured"
+        f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of"
+        f" {config.costs.tokens_per_rank:g} tokens per rank; modelled, not measured"
     )
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
@@ -174,7 +211,3 @@ def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None
     axes.legend(frameon=False)
     bare(axes, "y")
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main, Float8Time, description=__doc__))

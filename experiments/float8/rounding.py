@@ -4,7 +4,7 @@ An e4m3 number has four exponent bits and three mantissa bits. Rounding changes 
 value below ``2**-6`` by at most ``2**-10``. The largest e4m3 number is 448. Before rounding, a block is divided by its
 scale, which is the smallest power of two that brings the block's largest magnitude to 448 or below. The microscaling
 formats (OCP MX specification 1.0) also use powers of two. Dividing and multiplying by them is exact, so the rounded
-values times the scale are exact in bfloat16. The blocks of `pallas_kernels.grouped_mlp_float8` are those of DeepSeek-V3
+values times the scale are exact in bfloat16. The blocks of `experiments.float8.grouped_mlp` are those of DeepSeek-V3
 (arXiv:2412.19437, section 3.3.2).
 """
 
