@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 
 from experiments.float8.grouped_mlp import grouped_mlp_float8
 from pallas_kernels import grouped_mlp
-from relibra_jax.contract.types import Array, LayerPlan, Plan
+from relibra_jax.contract.types import LayerPlan, Plan
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.nnx import MoELayer
 from relibra_jax.support.limits import check_integer, check_not_negative
@@ -68,7 +68,7 @@ class HotRanks:
         )
         return jax.lax.cond(hot, rounded, exact, rows, weights, group_sizes, row_scale)
 
-    def is_hot(self, rows: Int[Array, "*ranks"], mean: Array) -> Bool[jax.Array, "*ranks"]:
+    def is_hot(self, rows: Int[jax.Array, "*ranks"], mean: jax.Array) -> Bool[jax.Array, "*ranks"]:
         """Return whether ranks with this many rows are hot, if ``mean`` is the mean over the ranks."""
         return (rows > self.threshold * mean) & (rows >= self.min_rows)
 
