@@ -30,4 +30,10 @@ def main(options: Float8Error | Float8Time) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main, Command.__value__, description=__doc__))
+    sys.exit(
+        run_program(
+            main,
+            Command.__value__,
+            description="The errors of float8 on hot ranks, and the time that it could save.",
+        )
+    )
