@@ -16,6 +16,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import (
     BALANCE,
+    Array,
     Assignment,
     BatchPlan,
     Price,
@@ -98,8 +99,8 @@ def plan_batch(
     Sample assignment depends on the homes of the experts, and placement depends on the ranks of the samples, so the two
     alternate. The first plan is for the samples as the stages start. Each of the ``rounds`` then assigns the samples
     for the homes of the last plan, and plans again for the resulting loads, starting from those homes. The plan with
-    the lowest price of all rounds is returned; if the planner can also leave experts at given homes, it never costs
-    more than that. Works under jit.
+    the lowest price of all rounds is returned. If moves, crossings or pushes cost something, and the planner can also
+    leave experts at given homes, the plan never costs more than that. Works under jit.
 
     All stages share homes and residents, and are planned before the first one runs, as in ForeMoE (arXiv 2606.11867).
     Planning them in one search is our addition: the planner sees the micro-batches of all stages as additional entries
@@ -180,6 +181,10 @@ def plan_batch(
             key=key,
             rounds=0 if assign is None else rounds,
             start=start,
+            # Staying saves transfers: where they are free, there is nothing to compare.
+            compare_staying=any(
+                map(_may_be_positive, (time for p in prices for time in (p.crossing, p.move, p.push)))
+            ),
         )
     )
     return plans[0] if single else plans, next_state
@@ -187,7 +192,11 @@ def plan_batch(
 
 def pays_for_crossings(price: Price) -> bool:
     """Return whether a price may have a positive price of crossings, for which planning needs routes."""
-    return isinstance(price.crossing, jax.core.Tracer) or float(price.crossing) > 0
+    return _may_be_positive(price.crossing)
+
+
+def _may_be_positive(value: Array | float) -> bool:
+    return isinstance(value, jax.core.Tracer) or float(value) > 0
 
 
 def stage_samples(num_samples: int, stages: Sequence[Stage]) -> tuple[range, ...]:

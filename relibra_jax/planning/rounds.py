@@ -31,7 +31,7 @@ from relibra_jax.planning.routes import Routes, place_routes
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("batch", "state", "starts", "prices", "key", "start"),
-    meta_fields=("planner", "topology", "samples", "assign", "rounds"),
+    meta_fields=("planner", "topology", "samples", "assign", "rounds", "compare_staying"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -58,6 +58,8 @@ class Problem:
     start: Placement | None
     """The homes and residents to which the first round assigns samples, instead of making a first plan for
     ``starts``."""
+    compare_staying: bool
+    """Whether to compare the plans with those that leave experts where they are."""
 
     @property
     def previous_home(self) -> Int[jax.Array, "L E"] | None:
@@ -77,8 +79,9 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
 
     The plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds is returned. For a planner with
-    ``replicate``, it also costs no more than to leave the experts at their homes, with or without replicas, to bring
-    them to contiguous homes, or to do without residents, each under the first and under the best assignment.
+    ``replicate``, and where transfers are paid for, it also costs no more than to leave the experts at their homes,
+    with or without replicas, to bring them to contiguous homes, or to do without residents, each under the first and
+    under the best assignment.
 
     From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
     experts at nearly equal balance (``python -m experiments.bench_warm_start``).
@@ -91,6 +94,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """
     rounds, topology = problem.rounds, problem.topology
     can_stay = problem.planner.replicate is not None and problem.previous_home is not None
+    can_stay &= problem.compare_staying
     if not rounds and not can_stay:
         return _plan_round(problem, problem.starts, None if problem.start is None else problem.start.home)
 
