@@ -32,9 +32,9 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.step_time import attention_time, rank_time
-from relibra_jax.nnx.stage_plans import make_search, plan_and_check
+from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host
 from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.routing.visits import node_visits
 from relibra_jax.support.atomic_write import write_json
@@ -176,17 +176,11 @@ def plan_roads(case: Case, config: FrontDoor, *, only: str | None = None) -> dic
         return planned(batch_plan, homes[-2])
 
     def prepare(replay: RoutingReplay, state: Any, key: Any) -> tuple[BatchPlan, Any]:
-        search = make_search(
-            *(planner, topology, assign_samples, case.cost_model),
-            num_samples=len(replay.mask),
-            num_micro_batches=(number,),
-            copies=1,
-            samples=None,
-            updates=None,
-            pack_rows=case.cost_model.rows == "packed",
-        )
-        run = plan_and_check(replay, state, key, search, across_nodes=False, warm_start=None)
-        return run.stages[0], run.state
+        counts = count_on_host(replay, planner, topology, [cost])
+        options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
+        (batch_plan,), state = plan_on_host(counts, planner, state, topology, key=key, **options)
+        check_plans([batch_plan], topology, across_nodes=False)
+        return batch_plan, state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:
         return plan_batch(replay, planner, state, topology, stages=number, cost=cost, assign=assign, key=key)

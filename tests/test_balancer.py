@@ -16,14 +16,18 @@ from support.plans import random_routing
 
 from experiments.examples import flax_loop
 from relibra_jax import (
+    BALANCE,
+    Batch,
     BatchPlan,
+    Placement,
     Planner,
     RoutingReplay,
     Topology,
-    assign_in_order,
     assign_samples,
     eplb,
-    plan_loads,
+    fill_unfinished,
+    place_experts,
+    plan_batch,
     relibra,
     sample_load,
     static,
@@ -32,6 +36,7 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
+    ExpertParallel,
     MoELayer,
     accumulate_gradients,
     expert_mesh,
@@ -41,8 +46,6 @@ from relibra_jax.nnx import (
     set_homes,
 )
 from relibra_jax.nnx import balancer as balancer_module
-from relibra_jax.planning.placement import Placement, place_experts
-from relibra_jax.planning.unfinished import fill_unfinished
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
@@ -107,7 +110,8 @@ class Run:
         self.mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
         self.model = Stack(topology, **({"mesh": self.mesh} | layer))
         self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
-        self.balancer = Balancer(planner, topology, mesh=self.mesh, key=jax.random.key(0), **options)
+        parallel = ExpertParallel(mesh=self.mesh, topology=topology)
+        self.balancer = Balancer(planner, parallel, key=jax.random.key(0), **options)
 
     def prepare(self, number=0, **options):
         return self.balancer.prepare(self.model, self.optimizer, batches()[number][1], **options)
@@ -143,7 +147,7 @@ def trained():
 
 
 @pytest.mark.slow
-def test_training_is_the_same_as_under_static_placement():
+def test_balancer_training_equals_static_placement():
     run, losses = trained()
     still = Run(static())
     np.testing.assert_allclose(still.train(0, 6), losses, rtol=2e-6)
@@ -155,12 +159,12 @@ def test_training_is_the_same_as_under_static_placement():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.long), {"data": 2, "fsdp": 2}])
-def test_data_and_fsdp_axes_are_the_same_training(axes):
+def test_balancer_trains_the_same_over_data_and_fsdp_axes(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
     np.testing.assert_allclose(run.train(0, 2), trained()[1][:2], rtol=2e-6)
     batch = run.prepare(2)
-    valid = batch.layers().tokens.valid
+    valid = batch.layers().token_tables.valid
     assert valid.shape == (2, LAYERS, *axes.values(), 1, 2)
     assert valid.all()
     rows = batch.to_ranks(np.arange(SAMPLES) + 1)
@@ -170,7 +174,7 @@ def test_data_and_fsdp_axes_are_the_same_training(axes):
     assert sorted(np.asarray(rows)[np.asarray(rows) > 0].tolist()) == list(range(1, SAMPLES + 1))
 
 
-def test_a_model_that_was_built_without_a_mesh_is_put_on_it():
+def test_prepare_puts_a_model_on_the_mesh():
     run = Run(mesh=None)
     assert run.model.layers[0].experts.sharding.num_devices == 1
     np.testing.assert_allclose(run.train(0, 1), trained()[1][:1], rtol=2e-6)
@@ -179,7 +183,7 @@ def test_a_model_that_was_built_without_a_mesh_is_put_on_it():
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(nnx.state(run.optimizer))} == {run.mesh}
 
 
-def test_two_batches_of_equal_sizes_are_one_program():
+def test_train_step_compiles_once_for_equal_sizes():
     _, losses = trained()
     before = len(TRACES)
     assert before > 0
@@ -187,7 +191,7 @@ def test_two_batches_of_equal_sizes_are_one_program():
     assert len(TRACES) == before
 
 
-def test_rows_come_to_the_ranks_that_own_their_samples():
+def test_to_ranks_puts_rows_on_the_ranks_of_their_samples():
     run = Run()
     batch = run.prepare()
     sample = np.asarray(batch.batch_plan.assignment.sample).reshape(MICRO_BATCHES, -1)
@@ -196,7 +200,7 @@ def test_rows_come_to_the_ranks_that_own_their_samples():
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
 
 
-def test_samples_are_assigned_for_balance_unless_told():
+def test_prepare_assigns_samples_unless_assign_is_none():
     run = Run(static(), options=IN_ORDER | {"assign": assign_samples})
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
@@ -205,38 +209,36 @@ def test_samples_are_assigned_for_balance_unless_told():
 
 def counts_of(number):
     replay = batches()[number][1]
-    return np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1)
+    return Batch(np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1))
 
 
 @pytest.mark.slow
-def test_a_batch_begins_where_the_search_ahead_has_ended():
+def test_plan_ahead_starts_the_search_of_the_next_batch():
     options = IN_ORDER | {"assign": ASSIGN, "cost": "balance"}
     ahead, afresh = Run(REORDERING, options=options), Run(REORDERING, options=options)
     finished = np.arange(SAMPLES) < 7
-    load, tokens = counts_of(0)
+    load, lengths, *_ = counts_of(0)
     before = get_homes(ahead.model)
     with ThreadPoolExecutor(1) as beside:  # as during a rollout; counts of unfinished samples are not read
-        unknown = np.where(finished[:, None, None], load, 0), np.where(finished, tokens, 0)
-        beside.submit(ahead.balancer.plan_ahead, *unknown, finished).result()
+        unknown = Batch(np.where(finished[:, None, None], load, 0), np.where(finished, lengths, 0))
+        beside.submit(ahead.balancer.plan_ahead, unknown, finished).result()
     np.testing.assert_array_equal(get_homes(ahead.model), before)
     # The pure functions behind plan_ahead and prepare, with the random keys of a balancer.
     planner_key, key = jax.random.split(jax.random.key(0))
     state = REORDERING.init(TOPOLOGY, LAYERS, key=planner_key)
-    in_order = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     now, _, early = jax.random.split(key, 3)[jnp.array([1, 0, 2])]
     plan = functools.partial(
-        plan_loads,
+        plan_batch,
         planner=REORDERING,
         topology=TOPOLOGY,
-        num_micro_batches=MICRO_BATCHES,
+        stages=MICRO_BATCHES,
+        cost=dataclasses.replace(BALANCE, rows="padded"),
         assign=ASSIGN,
         state=state,
-        start=in_order,
     )
-    filled = fill_unfinished(load, tokens, finished)
-    actual, _ = plan(*filled, key=early, rounds=4)
+    actual, _ = plan(fill_unfinished(unknown, finished), key=early, rounds=4)
     start = Placement(actual.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
-    desired, _ = plan(load, tokens, key=now, rounds=2, warm_start=start)
+    desired, _ = plan(Batch(load, lengths), key=now, rounds=2, start=start)
     first = ahead.prepare()
     for name in ("assignment", "plan"):
         chex.assert_trees_all_equal(
@@ -252,38 +254,38 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     np.testing.assert_array_equal(second.batch_plan.plan.home, other.batch_plan.plan.home)
 
 
-def test_a_search_that_ends_behind_its_batch_is_dropped(monkeypatch):
+def test_plan_ahead_is_dropped_after_prepare_or_discard(monkeypatch):
     run, plain = Run(REORDERING), Run(REORDERING)
-    search = balancer_module.plan_unfinished
+    search = balancer_module.plan_on_host
 
-    def late(*arguments):
+    def late(*arguments, **options):
+        monkeypatch.setattr(balancer_module, "plan_on_host", search)
         run.prepare()
-        return search(*arguments)
+        return search(*arguments, **options)
 
-    monkeypatch.setattr(balancer_module, "plan_unfinished", late)
-    run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))
-    monkeypatch.setattr(balancer_module, "plan_unfinished", search)
+    monkeypatch.setattr(balancer_module, "plan_on_host", late)
+    run.balancer.plan_ahead(counts_of(0), np.ones(SAMPLES, bool))
     plain.prepare()
     for each in (run, plain):
         each.balancer.discard()
-    run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))
+    run.balancer.plan_ahead(counts_of(0), np.ones(SAMPLES, bool))
     run.balancer.discard()
     np.testing.assert_array_equal(*(each.prepare(1).batch_plan.plan.home for each in (run, plain)))
 
 
-def test_what_cannot_be_planned_ahead_is_refused():
-    load, tokens = counts_of(0)
+def test_plan_ahead_rejects_planners_and_counts_that_do_not_fit():
+    counts = counts_of(0)
     everything = np.ones(SAMPLES, bool)
-    with pytest.raises(ValueError, match="the planner has no `refine` argument"):
-        Run().balancer.plan_ahead(load, tokens, everything)
+    with pytest.raises(ValueError, match="the planner has no `replicate`"):
+        Run().balancer.plan_ahead(counts, everything)
     balancer = Run(REORDERING).balancer
     with pytest.raises(ValueError, match="none of 10 samples has finished"):
-        balancer.plan_ahead(load, tokens, ~everything)
+        balancer.plan_ahead(counts, ~everything)
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(10, 2, 8\), found \(10, 1, 8\)"):
-        balancer.plan_ahead(load[:, :1], tokens, everything)
+        balancer.plan_ahead(counts._replace(sample_load=counts.sample_load[:, :1]), everything)
 
 
-def test_live_routing_is_prepared_without_a_replay():
+def test_prepare_without_a_replay_routes_live():
     run = Run()
     before = get_homes(run.model)
     batch = run.balancer.prepare(run.model, run.optimizer, None, num_samples=SAMPLES)
@@ -293,11 +295,11 @@ def test_live_routing_is_prepared_without_a_replay():
     np.testing.assert_array_equal(get_homes(run.model), before)
     loss = train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0]))
     assert np.isfinite(loss)
-    with pytest.raises(ValueError, match="needs num_samples of at least num_micro_batches=2, not None"):
+    with pytest.raises(ValueError, match="needs num_samples, the number of samples"):
         run.balancer.prepare(run.model, run.optimizer, None)
 
 
-def test_a_second_batch_before_an_update_is_refused():
+def test_prepare_rejects_a_second_batch_before_an_update():
     run = Run()
     run.prepare(0)
     with pytest.raises(
@@ -309,7 +311,7 @@ def test_a_second_batch_before_an_update_is_refused():
     run.prepare(1)
 
 
-def test_a_batch_is_refused_after_the_experts_moved_on():
+def test_prepared_batch_is_rejected_after_the_next_prepare():
     run = Run()
     old = run.prepare(0)
     rows = old.to_ranks(batches()[0])
@@ -322,13 +324,13 @@ def test_a_batch_is_refused_after_the_experts_moved_on():
         old.to_ranks(batches()[0])
 
 
-def test_rows_of_a_batch_of_another_size_are_refused():
+def test_to_ranks_rejects_another_number_of_samples():
     batch = Run().prepare()
     with pytest.raises(ValueError, match=r"samples\['tokens'\]: shape \(7, 3\), but the batch has 10"):
         batch.to_ranks({"tokens": np.zeros((7, 3))})
 
 
-def test_homes_that_are_not_the_models_are_refused():
+def test_prepare_rejects_a_model_with_other_homes():
     run = Run()
     home = get_homes(run.model)
     home[1, [2, 5]] = home[1, [5, 2]]
@@ -352,7 +354,7 @@ def wrong_replays():
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_a_replay_of_another_model_is_refused(case):
+def test_prepare_rejects_a_replay_of_another_model(case):
     run, (replay, message) = Run(), list(wrong_replays())[case]
     with pytest.raises(ValueError, match=message):
         run.balancer.prepare(run.model, run.optimizer, replay)
@@ -395,12 +397,12 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_plan_is_refused_and_nothing_moves(case):
+def test_prepare_rejects_a_malformed_plan_before_anything_moves(case):
     change, message = MALFORMED[case]
     honest = static()
 
-    def update(load, state, topology):
-        plan, state = honest.update(load, state, topology)
+    def update(request, state, topology):
+        plan, state = honest.update(request, state, topology)
         return change(plan._replace(home=jnp.asarray(plan.home))), state
 
     run = Run(Planner(honest.init, update))
@@ -416,7 +418,7 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     [TOPOLOGY, pytest.param(dataclasses.replace(TOPOLOGY, num_nodes=1), marks=pytest.mark.slow)],
     ids=["the same ranks", "others"],
 )
-def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
+def test_restore_training_continues_the_run(topology, tmp_path):
     """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
     first, second = Run(), Run(topology=topology)
     losses = first.train(0, 2)
@@ -438,21 +440,21 @@ def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
             np.testing.assert_array_equal(actual_leaf, desired)
 
 
-def test_a_path_is_no_checkpoint_manager(tmp_path):
+def test_save_training_rejects_a_path(tmp_path):
     run = Run()
     # In tests the check of type annotations raises first, with its own message.
     with pytest.raises((ValueError, TypeError), match="CheckpointManager"):
         save_training(str(tmp_path), 1, run.model, run.optimizer, run.balancer)
 
 
-def test_state_of_another_planner_is_refused():
+def test_balancer_state_of_another_planner_is_rejected():
     state = Run(static()).balancer.state
     with pytest.raises(ValueError, match="balancer state, planner: expected"):
         Run().balancer.state = state
 
 
 @pytest.mark.slow
-def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
+def test_flax_loop_is_balanced_and_equals_static_placement(capsys):
     losses = flax_loop.main(batches=2)
     imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0]
@@ -462,7 +464,7 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
     assert min(imbalances) > 1.2
 
 
-def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
+def test_prepare_rejects_parameters_that_are_not_finite(tmp_path):
     """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
@@ -475,7 +477,7 @@ def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
         save_training(manager, 1, run.model, run.optimizer, run.balancer)
 
 
-def test_a_micro_batch_of_another_size_is_refused():
+def test_accumulate_gradients_rejects_other_micro_batches():
     run = Run()
     batch = run.prepare()
     x, replay = batch.to_ranks(batches()[0])
@@ -489,17 +491,16 @@ def test_a_micro_batch_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"num_micro_batches": 0}, "num_micro_batches=0 and num_layers=2 must be at least 1"),
-        ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
+        ({"num_layers": 0}, "num_micro_batches=2 and num_layers=0 must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, message):
+def test_balancer_rejects_numbers_below_one(options, message):
     with pytest.raises(ValueError, match=message):
         Run(options=IN_ORDER | options)
 
 
-def test_what_is_no_replay_and_no_model_is_refused():
+def test_prepare_rejects_other_types_of_replay_and_model():
     run = Run()
     # In tests the check of type annotations raises first, with its own message.
     with pytest.raises((ValueError, TypeError), match="RoutingReplay"):
@@ -512,7 +513,7 @@ def test_what_is_no_replay_and_no_model_is_refused():
         set_homes(run.model, home)
 
 
-def test_a_prepared_batch_is_a_tree_with_static_ways():
+def test_prepared_batch_is_a_pytree_with_static_settings():
     batch = Run().prepare()
     leaves, structure = jax.tree.flatten(batch)
     again = jax.tree.unflatten(structure, leaves)

@@ -132,7 +132,7 @@ def saved(wide, tmp_path_factory):
     manager.close()
 
 
-def test_the_same_ranks_go_on_as_they_were(wide, saved):
+def test_checkpoint_restores_the_same_ranks_bit_for_bit(wide, saved):
     manager, logical = saved
     step, tree, home = restore_checkpoint(manager, wide.like, **wide.options)
     assert step == 3
@@ -157,7 +157,7 @@ def test_the_same_ranks_go_on_as_they_were(wide, saved):
     ],
     ids=["1x4", "1x2 in host memory", "2x2 with fsdp"],
 )
-def test_other_ranks_and_back(run, home, wide, saved, tmp_path):
+def test_checkpoint_restores_other_ranks_and_back(run, home, wide, saved, tmp_path):
     manager, logical = saved
     narrow = Run(**run)
     restored = restore_checkpoint(manager, narrow.like, home=home, **narrow.options)
@@ -172,7 +172,7 @@ def test_other_ranks_and_back(run, home, wide, saved, tmp_path):
     same_bits(wide.logical(again.tree, OTHER), logical)
 
 
-def test_others_can_read_it(saved):
+def test_checkpoint_is_readable_with_orbax_alone(saved):
     """The checkpoint on disk is a flat dict of arrays with experts in logical order."""
     manager, logical = saved
     state = ocp.StandardCheckpointer().restore(
@@ -182,7 +182,7 @@ def test_others_can_read_it(saved):
     assert state["optimizer.1.0.nu.rest"].shape == (2, EXPERTS, 4)
 
 
-def test_steps_that_the_manager_does_not_want(wide, saved, tmp_path):
+def test_save_checkpoint_skips_steps_the_manager_skips(wide, saved, tmp_path):
     manager, _ = saved
     assert not save_checkpoint(manager, 2, wide.filled(), HOME, **wide.options)
     with (
@@ -215,7 +215,7 @@ CHILD = """
 """
 
 
-def test_a_killed_save_spoils_nothing(tmp_path):
+def test_save_checkpoint_when_killed_keeps_the_previous_step(tmp_path):
     """If a process is killed after writing and before the commit, the previous step remains and the run resumes."""
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), tmp_path],
@@ -242,7 +242,7 @@ def test_a_killed_save_spoils_nothing(tmp_path):
         assert restore_checkpoint(manager, like, **options).tree["experts"].max() == 2
 
 
-def test_refuses_another_model(wide, saved):
+def test_restore_checkpoint_rejects_another_model(wide, saved):
     manager, _ = saved
     params = wide.like["params"]
 
@@ -272,7 +272,7 @@ def test_refuses_another_model(wide, saved):
         restore_checkpoint(manager, wide.like, **(wide.options | {"topology": more}))
 
 
-def test_refuses_what_it_cannot_save(wide, saved):
+def test_save_checkpoint_rejects_what_it_cannot_save(wide, saved):
     manager, _ = saved
     tree = wide.filled()
     with pytest.raises(ValueError, match=r"expected integers \[L, 16\]"):

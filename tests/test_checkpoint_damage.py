@@ -98,7 +98,7 @@ def is_advice(line, folder):
         (("planner", "loads"), "planner.loads"),
     ],
 )
-def test_one_flipped_bit_is_noticed(place, name, folder, tree):
+def test_restore_detects_one_flipped_bit(place, name, folder, tree):
     array = tree[place[0]][place[1]]
     flip_bit_of(array, folder / str(LAST))
     assert f": array {name!r} has changed since it was saved; " in message_of(folder, tree)
@@ -114,14 +114,14 @@ def test_one_flipped_bit_is_noticed(place, name, folder, tree):
     assert same(restored.tree, tree)
 
 
-def test_flipped_bits_of_several_arrays_are_counted(folder, tree):
+def test_restore_counts_the_arrays_with_flipped_bits(folder, tree):
     for weights in (tree["moments"], tree["params"]):
         flip_bit_of(weights["router"], folder / str(LAST))
     message = message_of(folder, tree, LAST)
     assert "array 'moments.router' has changed since it was saved (the first of 2 such arrays);" in message
 
 
-def test_another_mesh_notices_too(folder, tree):
+def test_restore_on_another_mesh_detects_damage(folder, tree):
     flip_bit_of(tree["params"]["experts"], folder / str(LAST))
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:4])
@@ -147,7 +147,7 @@ def test_another_mesh_notices_too(folder, tree):
     "harm",
     [cut_in_half, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (flip_middle_bit, Path.unlink))],
 )
-def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, capfd):
+def test_restore_never_returns_wrong_values_from_a_damaged_file(harm, folder, tree, capfd):
     messages = {}
     for path, content in files_under(folder / str(LAST)).items():
         harm(folder / str(LAST) / path)
@@ -172,7 +172,7 @@ def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, 
         )
 
 
-def test_steps_may_have_prefixes_and_zeros(tree, tmp_path):
+def test_restore_finds_steps_with_prefixes_and_zeros(tree, tmp_path):
     names = ocp.CheckpointManagerOptions(step_prefix="run", step_format_fixed_length=4)
     with ocp.CheckpointManager(tmp_path, options=names) as manager:
         for step in (1, 2):
@@ -185,12 +185,12 @@ def test_steps_may_have_prefixes_and_zeros(tree, tmp_path):
 
 
 @pytest.mark.parametrize("item", ["state", "layout"])
-def test_a_whole_part_is_missing(item, folder, tree):
+def test_restore_names_a_missing_item(item, folder, tree):
     shutil.rmtree(folder / str(LAST) / item)
     assert f": the {item} cannot be read: " in message_of(folder, tree)
 
 
-def test_a_layout_that_reads_well_and_is_another(folder, tree):
+def test_restore_detects_a_changed_layout(folder, tree):
     path = folder / str(LAST) / "layout" / "metadata"
     layout = json.loads(path.read_text())
     layout["home"][0].reverse()
@@ -198,7 +198,7 @@ def test_a_layout_that_reads_well_and_is_another(folder, tree):
     assert ": the layout cannot be read: it has changed since it was saved; " in message_of(folder, tree)
 
 
-def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
+def test_restore_names_an_earlier_step_only_with_a_valid_layout(folder, tree):
     for step in (2, LAST):
         cut_in_half(folder / str(step) / "layout" / "metadata")
     with pytest.raises(ValueError, match="; to try step 1, the newest before it, move"):
@@ -208,7 +208,7 @@ def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
         restore(folder, tree)
 
 
-def test_a_checkpoint_of_an_earlier_version(folder, tree):
+def test_restore_of_an_earlier_version_needs_verify_false(folder, tree):
     for step in range(1, LAST + 1):
         path = folder / str(step) / "layout" / "metadata"
         layout = json.loads(path.read_text())

@@ -14,10 +14,11 @@ from support.plans import random_routing
 
 from relibra_jax import (
     RoutingReplay,
+    Stage,
     Topology,
     assign_samples,
+    place_experts,
     plan_batch,
-    plan_stages,
     relibra,
     static,
 )
@@ -27,10 +28,8 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import Model
 from relibra_jax.execution.gating import GATINGS
-from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
+from relibra_jax.nnx import Balancer, ExpertParallel, MoELayer, expert_mesh
 from relibra_jax.nnx.derived_cost import _print_default, cluster_of
-from relibra_jax.nnx.stage_plans import make_search, plan_and_check
-from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PlannerEntry
 
 LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 2
@@ -51,8 +50,8 @@ SIZES = Model(
 # So slow at products, and with so many tokens, that balance is worth moving experts for.
 COST = CostModel(cluster=dataclasses.replace(CLUSTER, matmul_flops=1e3, tile=1), model=SIZES, scale=50.0)
 KEY = jax.random.key(0)
-STAGES = {1: {"num_micro_batches": (2,)}, 2: {"num_micro_batches": (1, 2), "updates": (0, 1)}}
-"""One stage that trains, or a recompute and an update."""
+STAGES = {1: ([Stage(2)], (1,)), 2: ([Stage(1), Stage(2)], (0, 1))}
+"""Stages with the number of updates of each: one stage that trains, or a recompute and an update."""
 
 
 def topology_of(nodes, local, residents=0):
@@ -84,9 +83,11 @@ class Layers(nnx.Module):
         self.layers = nnx.List([MoELayer(topology, width, each, gating, **options) for each in hidden])
 
 
-def balancer_of(planner=PLANNER, topology=TOPOLOGY, mesh=None, **options):
+def balancer_of(planner=PLANNER, topology=TOPOLOGY, mesh=None, *, runs=None, **options):
+    """Return a balancer; ``runs`` are fields of its `ExpertParallel`."""
+    parallel = ExpertParallel(mesh=mesh or expert_mesh(topology), topology=topology, **(runs or {}))
     options = {"num_layers": LAYERS, "num_micro_batches": 2, "key": KEY, "assign": ASSIGN} | options
-    return Balancer(planner, topology, mesh=mesh or expert_mesh(topology), **options)
+    return Balancer(planner, parallel, **options)
 
 
 def keys():
@@ -98,24 +99,10 @@ def keys():
 def planned(topology, cost, stages):
     """Return the plans of the pure functions."""
     planner_key, assign_key = keys()
-    state = PLANNER.init(topology, LAYERS, key=planner_key)
-    options = {"assign": ASSIGN, "key": assign_key}
-    if stages == 1:
-        plan, _ = plan_batch(
-            *(replay(), PLANNER, state, topology),
-            num_micro_batches=2,
-            cost=cost.price(topology),
-            **options,
-        )
-        return [plan]
-    passes = ({"updates": 0, "recompute": True}, {"updates": 1, "recompute": False})
-    plans, _ = plan_stages(
-        *(replay(), PLANNER, state, topology),
-        num_micro_batches=STAGES[stages]["num_micro_batches"],
-        cost=[cost.price(topology, **each) for each in passes],
-        **options,
-    )
-    return plans
+    state, (parts, updates) = PLANNER.init(topology, LAYERS, key=planner_key), STAGES[stages]
+    prices = [cost.price(topology, updates=number, recompute=not number) for number in updates]
+    options = {"cost": prices, "assign": ASSIGN, "key": assign_key}
+    return plan_batch(replay(), PLANNER, state, topology, stages=parts, **options)[0]
 
 
 def compared(topology, cost):
@@ -136,11 +123,12 @@ def assert_same_bits(actual, desired):
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("residents", [0, 1])
-def test_a_balancer_plans_as_the_pure_functions_and_compare(residents, stages):
+def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     topology = topology_of(2, 4, residents)
     mesh = expert_mesh(topology)
     model, balancer = Layers(topology, mesh), balancer_of(topology=topology, mesh=mesh, cost=COST)
-    batches = balancer.prepare_stages(model, None, replay(), **STAGES[stages])
+    parts, updates = STAGES[stages]
+    batches = balancer.prepare_stages(model, None, replay(), parts, updates=updates)
     plans = [batch.batch_plan for batch in batches]
     assert_same_bits(plans, planned(topology, balancer.cost, stages))
     if stages == 1:
@@ -149,25 +137,17 @@ def test_a_balancer_plans_as_the_pure_functions_and_compare(residents, stages):
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
-def test_the_search_of_a_balancer_is_theirs_on_more_ranks(nodes, local, residents, stages):
-    """As `test_a_balancer_plans_as_the_pure_functions_and_compare`, for more ranks than there are devices."""
+def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):
+    """As `test_balancer_plans_as_plan_batch_and_compare`, for more ranks than there are devices."""
     topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, rows="padded")
-    options = {"samples": None, "updates": None, "copies": 1, "num_samples": SAMPLES, "pack_rows": False}
-    search = make_search(PLANNER, topology, ASSIGN, cost, **(options | STAGES[stages]))
-    planner_key, assign_key = keys()
-    state = PLANNER.init(topology, LAYERS, key=planner_key)
-    result = plan_and_check(replay(), state, assign_key, search, across_nodes=False, warm_start=None)
-    assert_same_bits(result.stages, planned(topology, cost, stages))
-    if stages == 1:
-        assert_same_bits([compared(topology, cost)], result.stages)
+    assert_same_bits([compared(topology, cost)], planned(topology, cost, 1))
 
 
-def test_packed_rows_start_packed():
+def test_balancer_with_packed_rows_starts_from_packed_samples():
     mesh = expert_mesh(TOPOLOGY)
-    model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, pack_rows=True)
+    model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, rows="packed")
     batch = balancer.prepare(model, None, replay())
     assert balancer.cost.rows == "packed"
     assert_same_bits([batch.batch_plan], planned(TOPOLOGY, balancer.cost, 1))
@@ -191,7 +171,7 @@ def live(balancer, model, **options):
     return balancer.prepare(model, None, None, num_samples=SAMPLES, **options)
 
 
-def test_a_price_is_derived_from_the_model_and_the_device():
+def test_balancer_cost_is_derived_from_model_and_device():
     balancer = balancer_of(static())
     assert balancer.cost is None
     batch = live(balancer, Layers())
@@ -208,7 +188,7 @@ def test_a_price_is_derived_from_the_model_and_the_device():
 
 
 @pytest.mark.parametrize(("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA Unheard", "h100")])
-def test_a_device_determines_the_cluster_and_an_unknown_one_is_named_once(capsys, kind, name):
+def test_cluster_of_names_an_unknown_device_once(capsys, kind, name):
     _print_default.cache_clear()
     for _ in range(2):
         assert cluster_of(types.SimpleNamespace(device_kind=kind)) == CLUSTERS[name]
@@ -219,9 +199,9 @@ def test_a_device_determines_the_cluster_and_an_unknown_one_is_named_once(capsys
     assert capsys.readouterr().err == (line if name == "h100" else "")
 
 
-def test_what_runs_is_priced():
-    options = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat", "cost": COST}
-    cost = balancer_of(static(), pack_rows=True, **options).cost
+def test_balancer_cost_is_of_what_runs():
+    runs = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat"}
+    cost = balancer_of(static(), runs=runs, cost=COST, rows="packed").cost
     assert (cost.path, cost.between, cost.inside, cost.fetch, cost.rows) == (
         *("flat", "ragged", "ragged", "ragged"),
         "packed",
@@ -231,7 +211,7 @@ def test_what_runs_is_priced():
     assert balancer_of(static(), topology, mesh, cost=COST).cost.data_parallel == 2
 
 
-def test_balance_has_no_price():
+def test_balancer_for_balance_has_no_price():
     balancer = balancer_of(static(), cost="balance", assign=None)
     batch = balancer.prepare(Layers(), None, RoutingReplay(*(leaf[:16] for leaf in replay())))
     assert balancer.cost is None
@@ -251,7 +231,7 @@ def test_balance_has_no_price():
         ({"spare_room": False}, "spare_room=False, but the layers of this Balancer run spare_room=True"),
     ],
 )
-def test_a_price_of_what_does_not_run_is_refused(change, message):
+def test_balancer_rejects_a_cost_of_other_settings(change, message):
     with pytest.raises(ValueError, match=message):
         balancer_of(static(), cost=dataclasses.replace(COST, **change))
 
@@ -267,13 +247,13 @@ def test_a_price_of_what_does_not_run_is_refused(change, message):
         ({"moe_layers": 3}, "moe_layers=3, but the MoE layers of the model have 2"),
     ],
 )
-def test_a_price_of_another_model_is_refused(change, message):
+def test_prepare_rejects_a_cost_of_another_model(change, message):
     cost = dataclasses.replace(COST, model=dataclasses.replace(SIZES, **change))
     with pytest.raises(ValueError, match=message):
         live(balancer_of(static(), cost=cost), Layers())
 
 
-def test_layers_of_several_sizes_have_no_price():
+def test_derived_cost_rejects_layers_of_several_sizes():
     with pytest.raises(
         ValueError, match=r"layers of equal sizes, but the model has .*expert_width=12.*'balance'"
     ):
@@ -293,18 +273,18 @@ def test_layers_of_several_sizes_have_no_price():
         ("model", {"attention_width": -2}, "model.attention_width=-2 must be an integer of at least 0"),
     ],
 )
-def test_numbers_that_price_nothing_are_refused(part, change, message):
+def test_cost_model_rejects_numbers_out_of_range(part, change, message):
     changed = change if part is None else {part: dataclasses.replace(getattr(COST, part), **change)}
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(COST, **changed)
 
 
-def test_updates_of_other_stages_and_other_prices_are_refused():
+def test_prepare_stages_rejects_updates_that_do_not_fit():
     balancer, model = balancer_of(static(), cost=COST), Layers()
-    with pytest.raises(ValueError, match="updates has 1 entries, but num_micro_batches has 2 stages"):
-        balancer.prepare_stages(model, None, replay(), num_micro_batches=(1, 2), updates=(1,))
+    with pytest.raises(ValueError, match="updates has 1 entries, but there are 2 stages"):
+        balancer.prepare_stages(model, None, replay(), [Stage(1), Stage(2)], updates=(1,))
     with pytest.raises(ValueError, match="updates=-1 must be an integer of at least 0"):
-        balancer.prepare_stages(model, None, replay(), num_micro_batches=(1,), updates=(-1,))
+        balancer.prepare_stages(model, None, replay(), [Stage(1)], updates=(-1,))
     # In tests the check of type annotations raises first, with its own message.
     with pytest.raises((ValueError, TypeError), match="cost"):
         balancer_of(static(), cost="speed")

@@ -40,7 +40,7 @@ def published(name, logits, bias):
 
 
 @pytest.mark.parametrize("name", GATINGS)
-def test_presets_do_what_the_models_do(name):
+def test_gatings_equal_the_code_of_the_models(name):
     gating = GATINGS[name]
     bias = BIAS if gating.correction_bias else None
     ids = select_experts(LOGITS, gating, bias=bias)
@@ -53,14 +53,14 @@ def test_presets_do_what_the_models_do(name):
         np.testing.assert_allclose(gates[token], want_gates, rtol=2e-6)
 
 
-def test_equal_scores_go_to_the_lower_id():
+def test_select_experts_breaks_ties_by_id():
     for name, gating in GATINGS.items():
         bias = jnp.zeros(EXPERTS) if gating.correction_bias else None
         ids = select_experts(jnp.zeros((3, EXPERTS)), gating, bias=bias)
         np.testing.assert_array_equal(ids, np.tile(np.arange(gating.top_k), (3, 1)), err_msg=name)
 
 
-def test_groups_hold_when_every_corrected_score_is_negative():
+def test_select_experts_keeps_groups_with_negative_scores():
     # Masking with 0 instead of minus infinity would select from groups that were not chosen.
     ids = select_experts(LOGITS, GATINGS["deepseek-v3"], bias=BIAS - 10)
     assert len({int(i) // 4 for i in ids[0]}) <= 4
@@ -69,7 +69,7 @@ def test_groups_hold_when_every_corrected_score_is_negative():
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_gates_at_replayed_ids(scores, normalise):
+def test_gates_at_replayed_ids_have_gradients(scores, normalise):
     gating = Gating(top_k=4, scores=scores, normalise=normalise, scale=1.5)
     ids = RNG.permuted(np.tile(np.arange(EXPERTS), (40, 1)), axis=1)[:, :4].astype(np.uint8)
 
@@ -87,7 +87,7 @@ def test_gates_at_replayed_ids(scores, normalise):
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("name", GATINGS)
-def test_padding_and_unlikely_experts_are_finite(name, normalise):
+def test_gates_at_padding_and_unlikely_experts_are_finite(name, normalise):
     gating = dataclasses.replace(GATINGS[name], normalise=normalise)
     # A padding token, one without a second expert, and one whose experts have tiny scores from the live router.
     logits = jnp.zeros((3, EXPERTS)).at[2, :2].set(-300.0)
@@ -106,7 +106,7 @@ def test_padding_and_unlikely_experts_are_finite(name, normalise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_shares_of_the_auxiliary_loss_add_up(scores):
+def test_balance_loss_shares_add_up(scores):
     gating = Gating(top_k=2, scores=scores)
     mask = RNG.random(40) < 0.8
     ids = np.asarray(select_experts(LOGITS, gating))
@@ -129,7 +129,7 @@ def test_shares_of_the_auxiliary_loss_add_up(scores):
     assert balance_loss(LOGITS, np.zeros(EXPERTS, np.int32), gating) == 0
 
 
-def test_what_cannot_be_routed():
+def test_gating_rejects_what_cannot_be_routed():
     with pytest.raises(ValueError, match="top_k=0"):
         Gating(top_k=0, scores="softmax")
     with pytest.raises(ValueError, match="scores='linear' must be 'softmax' or 'sigmoid'"):

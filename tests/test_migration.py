@@ -78,7 +78,7 @@ def same_bits(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool"])
-def test_bits_stay_there_and_back(dtype, mesh, migrate):
+def test_migrate_experts_there_and_back_keeps_all_bits(dtype, mesh, migrate):
     values = bits((*RANKS, HOMES, 3, 5), dtype)
     there = migrate(spread(values, mesh), 1)
     same_bits(there, moved(values, OLD[1], NEW[1]))
@@ -86,7 +86,7 @@ def test_bits_stay_there_and_back(dtype, mesh, migrate):
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-def test_tree_of_stacked_and_single_layers(kind, mesh, migrate):
+def test_migrate_experts_moves_stacked_and_single_layers(kind, mesh, migrate):
     single, stacked = bits((*RANKS, HOMES), "float32"), bits((2, *RANKS, HOMES, 2, 9), "float32")
     tree = {
         "single": spread(single, mesh, kind=kind),
@@ -104,7 +104,7 @@ def test_tree_of_stacked_and_single_layers(kind, mesh, migrate):
         assert result[name].sharding == NamedSharding(mesh, spec, memory_kind=kind)
 
 
-def test_only_what_moves_travels(mesh, migrate):
+def test_migrate_experts_donates_only_what_moves(mesh, migrate):
     """A leaf whose homes stay is returned unchanged, and only experts that leave a rank count for the sizes."""
     new = OLD.copy()
     new[1] = (OLD[1] // HOMES) * HOMES + (OLD[1] + 1) % HOMES
@@ -120,7 +120,7 @@ def test_only_what_moves_travels(mesh, migrate):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1)])
-def test_other_meshes(shape):
+def test_migrate_experts_runs_on_other_meshes(shape):
     topology = Topology(num_nodes=shape[0], ranks_per_node=shape[1], num_experts=EXPERTS, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks])
     values = bits((*shape, topology.home_slots, 3), "float32")
@@ -129,7 +129,7 @@ def test_other_meshes(shape):
     same_bits(result[0], moved(values, OLD[2], NEW[2]))
 
 
-def test_further_axes_of_the_mesh():
+def test_migrate_experts_runs_with_further_mesh_axes():
     """A leaf may be sharded over a further axis, or replicated over it."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
@@ -150,7 +150,7 @@ nearby = st.lists(st.tuples(*[st.integers(0, EXPERTS - 1)] * 2), max_size=4)
 
 @hypothesis.given(old=permutations, swaps=nearby | permutations)
 @hypothesis.settings(max_examples=40)
-def test_any_homes_with_few_programs(mesh, old, swaps):
+def test_migrate_experts_compiles_few_programs_for_any_homes(mesh, old, swaps):
     new = old.copy()
     if isinstance(swaps, np.ndarray):
         new = swaps
@@ -164,7 +164,7 @@ def test_any_homes_with_few_programs(mesh, old, swaps):
     same_bits(result, moved(values, old, new))
 
 
-def test_homes_are_data(mesh, migrate):
+def test_migration_step_takes_homes_as_data(mesh, migrate):
     """New homes with equally many departures run the same program."""
     sharding = NamedSharding(mesh, STACKED)
     step = migration_step(sharding, stacked=True)
@@ -176,7 +176,7 @@ def test_homes_are_data(mesh, migrate):
     assert step._cache_size() == before + 1
 
 
-def test_memory_and_collectives_of_the_program(mesh):
+def test_migration_step_has_bounded_memory_and_collectives(mesh):
     """The program has two all-to-alls per chunk and no gather, and its temporary memory is about one rank's layer."""
     shape = (6, *RANKS, HOMES, 3, 64, 32)
     share = 4 * np.prod(shape[3:])
@@ -213,7 +213,7 @@ EXPERT_STATE = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_after_moving_is_the_step_moved(name, mesh, migrate):
+def test_optimizer_step_commutes_with_migration(name, mesh, migrate):
     """Optimizer state moves with its experts. A parameter that only has the shape of an expert leaf does not move."""
     tx = OPTIMIZERS[name]
     layers = {"experts": 1, "router": None, "twin": None}
@@ -243,7 +243,7 @@ def test_a_step_after_moving_is_the_step_moved(name, mesh, migrate):
     jax.tree.map(same_bits, actual, expected)
 
 
-def test_flax_state(mesh, migrate):
+def test_reorder_experts_moves_model_and_optimizer(mesh, migrate):
     class Model(nnx.Module):
         def __init__(self):
             self.layers = nnx.List([nnx.Param(bits((*RANKS, HOMES, 3), "float32")) for _ in range(2)])
@@ -288,7 +288,7 @@ def test_flax_state(mesh, migrate):
     ],
     ids=["lbfgs", "memory of steps", "factored moments"],
 )
-def test_refuses_optimizers_whose_state_cannot_move(tx, message):
+def test_migrate_experts_rejects_optimizers_whose_state_cannot_move(tx, message):
     """The first reordering raises, and names the leaf, or the state if optax cannot tell the leaves apart."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:4])
@@ -303,7 +303,7 @@ def test_refuses_optimizers_whose_state_cannot_move(tx, message):
         move()
 
 
-def test_refuses_homes(mesh, migrate):
+def test_migrate_experts_rejects_malformed_homes(mesh, migrate):
     leaf = spread(np.zeros((*RANKS, HOMES)), mesh)
     twice, outside = OLD.copy(), OLD.copy()
     twice[2, OLD[2] == 7] = 9
@@ -321,7 +321,7 @@ def test_refuses_homes(mesh, migrate):
     assert not leaf.is_deleted()
 
 
-def test_refuses_leaves_and_labels(mesh, migrate):
+def test_migrate_experts_rejects_leaves_and_labels_that_do_not_fit(mesh, migrate):
     def leaf(*shape, spec=ONE_LAYER):
         return spread(np.zeros(shape or (*RANKS, HOMES), np.float32), mesh, spec=spec)
 

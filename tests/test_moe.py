@@ -155,7 +155,7 @@ FAST = ("static", "relibra", "relibra_across", "random")
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in [*PLANNERS, "random"]],
 )
 @pytest.mark.parametrize("path", PATHS)
-def test_plans_do_not_change_the_mathematics(path, name):
+def test_moe_layer_equals_the_dense_reference_for_every_planner(path, name):
     across = name in PLANNERS and PLANNERS[name].across_nodes
     check_all(run("2x4", 2, path, across), plans("2x4", 2, name))
 
@@ -173,7 +173,7 @@ EVERY = [
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=() if mesh in ("1x8", "2x4") else pytest.mark.long) for mesh in MESHES]
 )
-def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, path):
+def test_moe_layer_equals_the_dense_reference_for_meshes_and_slots(mesh, replica_slots, resident_slots, path):
     """Any plan with replicas on any node works, and any plan whose replicas stay on nodes with their expert."""
     step = run(mesh, replica_slots, path, True, resident_slots=resident_slots)
     for name in ("random, across nodes", "random"):
@@ -181,25 +181,25 @@ def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, pat
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_replicas_of_residents(path):
+def test_moe_layer_computes_replicas_of_residents(path):
     """A replica is fetched from the resident on its node, and its gradient is added to the resident's."""
     check_all(run("2x4", 2, path, False, resident_slots=2), plans("2x4", 2, "random", 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
-def test_replicas_fetched_inside_their_node(mesh):
+def test_moe_layer_fetches_replicas_inside_their_node(mesh):
     check_all(run(mesh, 2, "flat", False), plans(mesh, 2, "random"))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_index_logic_of_the_ragged_exchange_and_fetch(path):
+def test_moe_layer_runs_the_emulated_ragged_exchange_and_fetch(path):
     for name in ("relibra", "random"):
         step = run("2x4", 2, path, False, "emulated", "emulated", resident_slots=1)
         check_all(step, plans("2x4", 2, name, 1))
 
 
-def test_ragged_fetch_across_nodes():
+def test_moe_layer_runs_the_ragged_fetch_across_nodes():
     for name in ("relibra_across", "random, across nodes"):
         check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))
 
@@ -207,7 +207,7 @@ def test_ragged_fetch_across_nodes():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_training_dtypes(dtype, path):
+def test_moe_layer_runs_in_the_dtypes_of_training(dtype, path):
     plan, ids = plans("2x4", 2, "relibra").layer(0).layer(0), routings()[0]
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights())
     with jax.enable_x64(True):
@@ -218,7 +218,7 @@ def test_training_dtypes(dtype, path):
     assert_close(actual, desired, TOLERANCE[dtype])
 
 
-def test_same_input_gives_the_same_bits():
+def test_moe_layer_is_deterministic():
     plan = plans("2x4", 2, "relibra").layer(0).layer(0)
     step = run("2x4", 2, "hierarchical", False)
     with jax.enable_x64(True):
@@ -243,7 +243,7 @@ def routed_plans(draw):
 
 @settings(max_examples=25)
 @given(routed_plans())
-def test_any_plan_of_any_routing(drawn):
+def test_moe_layer_equals_the_dense_reference_for_any_plan(drawn):
     ids, plan = drawn
     with jax.enable_x64(True):
         desired = dense(jax.tree.map(jnp.asarray, weights()), ids)
@@ -251,7 +251,7 @@ def test_any_plan_of_any_routing(drawn):
         check(run("2x4", 2, path, False), plan, ids, desired)
 
 
-def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
+def test_moe_layer_over_data_axes_has_plans_by_group_and_shared_homes():
     """The layer works with axes data and fsdp around one node of two ranks.
 
     There are four copies of the group, each with its own load and plan, and experts are also sharded over fsdp. All

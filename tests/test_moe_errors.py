@@ -60,7 +60,7 @@ def call(arguments, parallel):
 
 
 @pytest.mark.slow
-def test_live_routing_runs_under_a_plan_of_other_loads():
+def test_moe_layer_live_refits_the_quotas_of_a_plan():
     """Tokens run under the slots and quotas of another micro-batch lose no token."""
     arguments, parallel = single()
     plan = plans("2x4", 2, "relibra").layer(2).layer(0)._replace(load=None)
@@ -72,7 +72,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
     ("path", "buffer"),
     [("flat", "rows"), ("flat", "flat"), ("hierarchical", "node"), ("hierarchical", "local")],
 )
-def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
+def test_moe_layer_is_nan_with_too_small_buffers(path, buffer):
     """An invalid plan gives NaN, not a result without some of the tokens."""
     arguments, parallel = single(path)
     small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, own=4, send=4, receive=4)}
@@ -82,7 +82,7 @@ def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("across_nodes", [False, True])
-def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
+def test_node_visits_are_the_tokens_that_cross(across_nodes):
     """Buffers for exactly the most tokens that a rank sends, by `node_visits`, suffice; one row less does not."""
     options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}
     arguments, parallel = single("hierarchical", **options)
@@ -113,13 +113,13 @@ def assert_all_nan(out, arguments):
     assert np.isnan(np.asarray(out)[token]).all()
 
 
-def test_ids_of_one_rank_that_are_not_those_of_the_plan_return_nan():
+def test_moe_layer_is_nan_for_other_ids_on_one_rank():
     arguments, parallel = single()
     changed = arguments | {"expert_ids": arguments["expert_ids"].at[6].set(3)}
     assert_all_nan(call(changed, parallel), changed)
 
 
-def test_a_plan_of_another_load_returns_nan():
+def test_moe_layer_is_nan_under_a_plan_of_another_load():
     """Ids with as many token copies but different experts give NaN."""
     arguments, parallel = single()
     order = np.roll(np.arange(EXPERTS), 1)
@@ -129,7 +129,7 @@ def test_a_plan_of_another_load_returns_nan():
 
 
 @pytest.mark.parametrize("fetch", ["padded", "emulated"])
-def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
+def test_moe_layer_is_nan_for_replicas_across_nodes_unless_allowed(fetch):
     arguments, parallel = single(fetch=fetch)
     across = arguments | {"plan": plans("2x4", 2, "relibra_across").layer(2).layer(0)}
     across["expert_ids"] = jnp.asarray(routings()[2])
@@ -137,7 +137,7 @@ def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
 
 
 @pytest.mark.parametrize("wrong", [-2, EXPERTS])
-def test_ids_outside_the_model(wrong):
+def test_prepare_layer_rejects_ids_outside_the_model(wrong):
     """Invalid ids raise an error if they are concrete, and give NaN if they are traced."""
     arguments, parallel = single()
     ids = arguments["expert_ids"].at[6, 0, 1].set(wrong)
@@ -148,7 +148,7 @@ def test_ids_outside_the_model(wrong):
 
 
 @pytest.mark.parametrize("small", [{"rows": 8}, {"export_copies": 1}])
-def test_gradients_of_a_step_that_misses_tokens_are_nan(small):
+def test_moe_layer_gradients_are_nan_where_outputs_are(small):
     arguments, parallel = single(fetch="emulated")
     parallel = dataclasses.replace(
         parallel, capacities=dataclasses.replace(parallel.capacities, **small), fetch="emulated"
@@ -162,7 +162,7 @@ def test_gradients_of_a_step_that_misses_tokens_are_nan(small):
 
 
 @pytest.mark.parametrize(("fetch", "buffer"), [("padded", "exports"), ("emulated", "export_copies")])
-def test_exports_that_do_not_fit_return_nan(fetch, buffer):
+def test_fetch_replicas_is_nan_for_exports_that_do_not_fit(fetch, buffer):
     arguments, parallel = single(fetch=fetch)
     arguments |= {"plan": plans("2x4", 2, "random").layer(0).layer(0)}
     sizes = dataclasses.replace(parallel.capacities, **{buffer: 1})
@@ -198,7 +198,7 @@ def test_exports_that_do_not_fit_return_nan(fetch, buffer):
         ("replicas", lambda _: None, r"experts.replicas: expected shape \(2, 4, 2, .*found \(2, 4, 0\)"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(name, change, message):
+def test_moe_layer_rejects_arguments_that_do_not_belong_together(name, change, message):
     arguments, parallel = single()
     with pytest.raises(ValueError, match=message):
         call(arguments | {name: change(arguments.get(name))}, parallel)
@@ -214,19 +214,19 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected size 4 .*found 2"),
     ],
 )
-def test_settings_that_cannot_run_are_refused(options, message):
+def test_expert_parallel_rejects_settings_that_cannot_run(options, message):
     _, parallel = single()
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(parallel, **options)
 
 
-def test_a_mesh_with_explicit_axes_is_refused():
+def test_expert_parallel_rejects_explicit_mesh_axes():
     _, parallel = single()
     with pytest.raises(ValueError, match=r"mesh axis 'node': expected AxisType\.Auto, found"):
         dataclasses.replace(parallel, mesh=jax.make_mesh((2, 4), ("node", "local")))
 
 
-def test_the_hierarchical_path_needs_counted_visits():
+def test_expert_parallel_hierarchical_needs_counted_visits():
     _, parallel = single()
     sizes = dataclasses.replace(parallel.capacities, node=None)
     with pytest.raises(ValueError, match="needs capacities counted with visits"):

@@ -135,7 +135,7 @@ assert {"softmax", "sigmoid"} == set(GATING)
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_replay_is_the_dense_layer(scores):
+def test_moe_layer_with_replay_equals_the_dense_layer(scores):
     actual = replay_step(scores)(X, REPLAY, MASK, replayed())
     desired = dense(scores)(X, REPLAY, MASK)
     assert_close(actual, desired)
@@ -144,7 +144,7 @@ def test_replay_is_the_dense_layer(scores):
     assert all(slope > 0 for slope in slopes.values())
 
 
-def test_a_plan_of_other_homes_is_noticed():
+def test_moe_layer_is_nan_under_a_plan_of_other_homes():
     plan = any_plan(1, loads(REPLAY, MASK)[None, None]).layer(0).layer(0)
     output, grads, _ = replay_step("softmax")(X, REPLAY, MASK, plan)
     assert np.isnan(output).all()
@@ -153,7 +153,7 @@ def test_a_plan_of_other_homes_is_noticed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", SCORES)
-def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
+def test_moe_layer_live_equals_the_dense_layer_and_its_replay(scores):
     layer = layer_of(scores)
     # Home slots only, and a plan that was made for other loads.
     plan = None if scores == "softmax" else replayed()._replace(load=None)
@@ -168,12 +168,12 @@ def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     assert_close(replay_step(scores)(X, ids, MASK, plan)[0], output)
 
 
-def test_counting_first_needs_less_than_the_worst_case():
+def test_route_counted_first_needs_smaller_buffers():
     layer = layer_of("sigmoid")
     ids, _ = nnx.jit(lambda layer, x: layer.route(x))(layer, X)
     plan = refit_quota(replayed(), loads(ids, MASK), TOPOLOGY)
     sizes = count_capacities(jax.tree.map(lambda leaf: leaf[None, None], plan), TOPOLOGY)
-    assert sizes.rows < PARALLEL.sizes(10, TOP_K).rows
+    assert sizes.rows < PARALLEL.token_exchanges(10, TOP_K)[1]
     counted = dataclasses.replace(PARALLEL, capacities=sizes)
     run = nnx.jit(lambda layer, *replayed, **how: layer(*replayed, **how, mask=MASK).output)
     np.testing.assert_allclose(
@@ -181,12 +181,12 @@ def test_counting_first_needs_less_than_the_worst_case():
     )
 
 
-def test_ids_that_are_not_the_loads_are_noticed():
+def test_moe_layer_is_nan_for_ids_of_another_load():
     output, *_ = replay_step("softmax")(X, REPLAY, np.ones_like(MASK), replayed())
     assert np.isnan(output).any()
 
 
-def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
+def test_moe_layer_initial_weights_do_not_depend_on_ranks_or_homes():
     alone = Topology(num_nodes=1, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0)
     one = MoELayer(alone, WIDTH, HIDDEN, GATING["softmax"], rngs=nnx.Rngs(0))
     many = layer_of("softmax")
@@ -203,7 +203,7 @@ def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
 
 
 @pytest.mark.slow
-def test_precision_is_what_the_table_says():
+def test_moe_layer_precision_is_as_documented():
     """With bfloat16 compute and float32 master weights, transfers, sums and stored arrays have documented dtypes."""
     layer = MoELayer(
         *(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]),
@@ -243,7 +243,7 @@ def loss_in_float32(params, x):
     return layer(x, REPLAY, replayed(), parallel=PARALLEL, mask=MASK).output.sum()
 
 
-def test_misfits_are_refused_before_anything_is_compiled():
+def test_moe_layer_rejects_misfits_before_compilation():
     layer, plan = layer_of("softmax"), replayed()
     call = functools.partial(jax.eval_shape, functools.partial(layer, parallel=PARALLEL))
     ids = REPLAY.astype(np.int32)
@@ -302,7 +302,7 @@ class Twin(nnx.Module):
 
 
 @pytest.mark.slow
-def test_labels_find_the_experts_and_nothing_else():
+def test_expert_labels_find_the_experts_and_nothing_else():
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:1])
     model = Twin(topology, mesh)
@@ -339,7 +339,7 @@ def test_labels_find_the_experts_and_nothing_else():
 
 
 @pytest.mark.parametrize("stacked", [None, {}, {nnx.PARTITION_NAME: None}])
-def test_sharding_metadata_says_where_experts_lie(stacked):
+def test_expert_param_sharding_metadata_says_where_experts_lie(stacked):
     """Flax reports the sharding of single and stacked layers, and resharding a model by it leaves experts in place."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
@@ -425,7 +425,7 @@ def train(*, planned):
 
 
 @pytest.mark.slow
-def test_training_with_plans_and_reorders_is_training_without():
+def test_training_with_plans_and_reorders_equals_training_without():
     actual, home = train(planned=True)
     desired, at_birth = train(planned=False)
     assert (home != at_birth).any()
@@ -433,7 +433,7 @@ def test_training_with_plans_and_reorders_is_training_without():
     assert_close(actual, desired)
 
 
-def test_homes_of_another_model_are_refused():
+def test_set_homes_rejects_homes_of_another_model():
     layer = nnx.clone(layer_of("softmax"))
     home = np.roll(np.arange(EXPERTS, dtype=np.int32), 3)
     for wrong in ([home] * 3, np.zeros((0, EXPERTS), np.int32), [home[:4]]):
@@ -446,7 +446,7 @@ def test_homes_of_another_model_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replica_slots", [0, 1])
-def test_a_scanned_live_layer_has_gradients(replica_slots):
+def test_moe_layer_live_in_a_scan_has_gradients(replica_slots):
     """Shardy (jaxlib 0.11) crashed if a scan's backward pass hoisted an empty array of replicas out of a shard_map."""
     topology = dataclasses.replace(SMALL, replica_slots=replica_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)

@@ -14,7 +14,7 @@ from experiments.rl.trainer import Trainer
 from relibra_jax import RoutingReplay, Topology, relibra
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.models import make_model
-from relibra_jax.nnx import Balancer, accumulate_gradients, check_executed, expert_mesh
+from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, check_executed, expert_mesh
 
 CONFIG = dataclasses.replace(
     TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=23
@@ -39,7 +39,9 @@ def mesh():
 def prepared(pack_rows):
     model = make_model(CONFIG, TOPOLOGY, mesh=mesh(), key=jax.random.key(0))
     options = {"num_layers": 2, "num_micro_batches": MICRO_BATCHES, "key": jax.random.key(1)}
-    balancer = Balancer(relibra(), TOPOLOGY, mesh=mesh(), pack_rows=pack_rows, check_rows=True, **options)
+    parallel = ExpertParallel(mesh=mesh(), topology=TOPOLOGY, check_rows=True)
+    rows = "packed" if pack_rows else "padded"
+    balancer = Balancer(relibra(), parallel, rows=rows, **options)
     return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
 
 
@@ -68,7 +70,7 @@ def result(pack_rows):
 
 
 @pytest.mark.slow
-def test_equal_to_a_sample_a_row():
+def test_packed_rows_give_the_results_of_padded_rows():
     (gradients, log_prob), (desired, unpacked) = result(True), result(False)
     np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)
     assert not log_prob[:, 0].any()
@@ -80,7 +82,7 @@ def test_equal_to_a_sample_a_row():
         np.testing.assert_allclose(other, leaf, atol=1e-5 * largest, err_msg=str(path))
 
 
-def test_little_is_padding_and_every_token_is_there():
+def test_packed_rows_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
     assert (segments != EMPTY).mean() >= 0.95
@@ -90,22 +92,22 @@ def test_little_is_padding_and_every_token_is_there():
     assert actual == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
     _, unpacked, _ = prepared(False)
     assert unpacked.packing is None
-    assert (unpacked.parallel.rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
+    assert (unpacked.parallel.num_rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
 
 
-def test_samples_that_are_not_aligned_to_the_left_are_refused():
+def test_packed_rows_reject_samples_not_aligned_left():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
     with pytest.raises(
-        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; pack_rows"
+        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; rows='packed'"
     ):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
+def test_training_in_packed_rows_learns_the_same(monkeypatch, algorithm):
     """With answers of uneven length, packed rows give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}

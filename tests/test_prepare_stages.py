@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 from support.plans import random_planner, random_routing
 
-from relibra_jax import Topology, static
+from relibra_jax import Stage, Topology, static
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
+    ExpertParallel,
     MoELayer,
     accumulate_gradients,
     check_executed,
@@ -31,7 +32,7 @@ LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, BATCHES = 2, 16, 4, 6, 5, 8, 3
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=2)
 PLAIN = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
 PARTS = (range(8), range(8, 16))
-STAGES = {"num_micro_batches": (1, 2, 2), "samples": (None, *PARTS)}
+STAGES = (Stage(1), *(Stage(2, part) for part in PARTS))
 """A recompute of all samples in one micro-batch, then two updates of half of them in two."""
 OPTIMIZER, PLANNER, PUSH = optax.adamw(1e-2, eps=1e-3), random_planner(), nnx.jit(prepare_residents)
 TRACES = []
@@ -107,19 +108,15 @@ class Run:
         self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
         self.balancer = Balancer(
             planner,
-            topology,
-            mesh=mesh,
+            ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
             num_layers=LAYERS,
             num_micro_batches=2,
             key=jax.random.key(0),
             assign=None,
-            check_rows=True,
         )
 
-    def prepare(self, number=0, **options):
-        return self.balancer.prepare_stages(
-            self.model, self.optimizer, data()[number][1], **(STAGES | options)
-        )
+    def prepare(self, number=0, stages=STAGES):
+        return self.balancer.prepare_stages(self.model, self.optimizer, data()[number][1], stages)
 
     def update(self, batch, number, part, residents=None):
         """Run one update and return its loss, the mean over its own tokens."""
@@ -170,7 +167,7 @@ def assert_same_training(run, seen, losses):
 
 
 @pytest.mark.long
-def test_training_in_stages_is_the_same_as_under_static_placement():
+def test_training_in_stages_equals_static_placement():
     run, _, _ = trained()
     still = Run(static(), PLAIN)
     before = still.experts()
@@ -180,13 +177,13 @@ def test_training_in_stages_is_the_same_as_under_static_placement():
 
 
 @pytest.mark.long
-def test_copies_of_the_group_run_stages_too():
+def test_stages_run_over_data_parallel_groups():
     run = Run(topology=Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=1), data=2)
     assert_same_training(run, *run.train(0, 2))
 
 
 @pytest.mark.slow
-def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
+def test_stages_share_homes_and_residents_but_no_samples():
     recompute, *updates = Run().prepare()
     for stage, own in zip((recompute, *updates), (range(SAMPLES), *PARTS), strict=True):
         sample = np.asarray(stage.batch_plan.assignment.sample)
@@ -199,7 +196,7 @@ def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
 
 
 @pytest.mark.slow
-def test_residents_are_those_after_the_update_before():
+def test_residents_of_an_update_have_the_weights_after_the_previous_one():
     """With residents from before an update the next update would differ, and the host rejects them."""
     losses = []
     for stale in (False, True):
@@ -220,7 +217,7 @@ def test_residents_are_those_after_the_update_before():
     assert abs(losses[1] - losses[0]) > 1e-4
 
 
-def test_updates_of_one_shape_are_one_program_and_do_not_pay_for_the_recompute():
+def test_stages_of_one_shape_share_program_and_sizes():
     run = Run()
     recompute, first, second = run.prepare()
     assert first.parallel == second.parallel
@@ -233,16 +230,16 @@ def test_updates_of_one_shape_are_one_program_and_do_not_pay_for_the_recompute()
     assert sorted(run.balancer.state.capacities) == ["1x16", "2x4"]
 
 
-def test_one_stage_is_prepare():
+def test_prepare_equals_prepare_stages_of_one_stage():
     run, other = Run(), Run()
     one = run.balancer.prepare(run.model, run.optimizer, data()[0][1])
-    (same,) = other.prepare(num_micro_batches=(2,), samples=None)
+    (same,) = other.prepare(stages=[Stage(2)])
     for actual, desired in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(actual, desired)
     assert one.parallel.capacities == same.parallel.capacities
 
 
-def test_rows_come_back_in_the_order_of_the_batch():
+def test_from_ranks_restores_the_order_of_the_batch():
     numbers = np.arange(2 * SAMPLES).reshape(SAMPLES, 2) + 1
     for stage, own in zip(Run().prepare(), (range(SAMPLES), *PARTS), strict=True):
         inside = np.isin(np.arange(SAMPLES), own)[:, None]
@@ -253,15 +250,15 @@ def test_rows_come_back_in_the_order_of_the_batch():
         stage.from_ranks({"n": np.zeros((1, 16, 2))})
 
 
-def test_live_stages():
+def test_prepare_stages_without_a_replay_routes_live():
     run = Run()
-    stages = run.balancer.prepare_stages(run.model, None, None, num_samples=SAMPLES, **STAGES)
+    stages = run.balancer.prepare_stages(run.model, None, None, STAGES, num_samples=SAMPLES)
     shapes = [stage.to_ranks(np.arange(SAMPLES)).shape for stage in stages]
     assert shapes == [(1, 16), (2, 4), (2, 4)]
     assert sorted(np.asarray(stages[2].to_ranks(np.arange(SAMPLES))).ravel().tolist()) == list(range(8, 16))
 
 
-def test_stages_are_refused_once_the_next_batch_is_prepared():
+def test_stages_are_rejected_after_the_next_prepare():
     run = Run()
     stages = run.prepare()
     with pytest.raises(ValueError, match="the optimizer has made no step since the previous batch"):
@@ -274,26 +271,25 @@ def test_stages_are_refused_once_the_next_batch_is_prepared():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("stages", "message"),
     [
-        ({"num_micro_batches": ()}, "num_micro_batches must have at least one entry, one for each stage"),
-        ({"samples": (None, *PARTS, None)}, "samples has 4 entries, but num_micro_batches has 3 stages"),
+        ((), "stages must have at least one entry"),
         (
-            {"samples": (None, range(8), range(8, 17))},
-            r"samples\[2\]=range\(8, 17\) must be a range of consecutive samples among 16",
+            (Stage(1), Stage(2, range(8, 17))),
+            r"stages\[1\]: samples=range\(8, 17\) must be a range of consecutive samples among 16",
         ),
-        ({"num_micro_batches": (1, 9, 2)}, r"num_micro_batches.*=9 must be .*at least 1 and at most 8"),
+        ((Stage(1), Stage(9, PARTS[0])), r"num_micro_batches.*=9 must be .*at least 1 and at most 8"),
     ],
 )
 @pytest.mark.parametrize("live", [False, True], ids=["replay", "live"])
-def test_what_are_no_stages_is_refused(options, message, live):
+def test_prepare_stages_rejects_malformed_stages(stages, message, live):
     run = Run(static(), PLAIN)
     replay, count = (None, {"num_samples": SAMPLES}) if live else (data()[0][1], {})
     with pytest.raises(ValueError, match=message):
-        run.balancer.prepare_stages(run.model, run.optimizer, replay, **(STAGES | options), **count)
+        run.balancer.prepare_stages(run.model, run.optimizer, replay, stages, **count)
 
 
-def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
+def test_checkpoint_has_the_buffer_sizes_of_all_stages(tmp_path):
     """A restored run compiles no other step, and continues bit for bit."""
     run, again = Run(), Run()
     run.train(0, 2)

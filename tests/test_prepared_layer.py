@@ -34,7 +34,7 @@ from relibra_jax.execution import (
     prepare_layers,
     push_residents,
 )
-from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
+from relibra_jax.execution.dispatch import Dispatch, NodeDispatch
 from relibra_jax.execution.parallel import _print_once
 from relibra_jax.routing.exchange_rules import PATHS
 from relibra_jax.routing.sizes import count_capacities
@@ -71,7 +71,7 @@ def run_prepared(experts, layer, ids, gates, parallel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_layers_are_prepared_once_for_a_batch(path):
+def test_prepare_layers_equals_preparing_inside_the_step(path):
     """Slices of tables that were prepared for all micro-batches give the right outputs and rows of every slot."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of(path, check_rows=True)
@@ -83,7 +83,7 @@ def test_layers_are_prepared_once_for_a_batch(path):
         np.testing.assert_array_equal(actual.slot_rows, plan.quota[number, 0])
 
 
-def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
+def test_prepared_layer_leaves_nothing_to_sort_or_search():
     """The layer has no sorts, loops or scatters of indices, except in the grouped MLP's implementation."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("hierarchical", implementation="reference")
@@ -115,7 +115,7 @@ def primitives(jaxpr):
     return names
 
 
-def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
+def test_prepared_layer_is_nan_for_other_ids():
     """Wrong ids give NaN on the rank that has them, and do not affect the tokens of other ranks."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("flat")
@@ -130,14 +130,14 @@ def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
+def test_check_rows_counts_rows_in_other_slots(path):
     """If two copies of different experts swap places on the way, group sizes stay equal but check_rows detects it."""
     plan, load, experts, residents = a_batch()
     layer_plan = layer_plans(plan, load).layer(0).layer(0)
     for check_rows in (False, True):
         parallel = parallel_of(path, check_rows=check_rows)
         layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents[0])
-        dispatch = layer.tokens.dispatch
+        dispatch = layer.token_tables.dispatch
         flat = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
         arrival = np.array(flat.arrival)
         sizes, rank = np.asarray(flat.group_sizes), (0, 0)
@@ -145,20 +145,20 @@ def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
         arrival[rank][[first, second]] = arrival[rank][[second, first]]
         flat = flat._replace(arrival=jnp.asarray(arrival))
         dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
-        wrong = layer._replace(tokens=layer.tokens._replace(dispatch=dispatch))
+        wrong = layer._replace(token_tables=layer.token_tables._replace(dispatch=dispatch))
         actual = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
         assert np.isnan(actual.output).any() == check_rows
         as_planned = (np.asarray(actual.slot_rows) == plan.quota[0, 0]).all()
         assert as_planned == (not check_rows)
 
 
-def test_the_path_follows_from_nodes_experts_and_what_was_counted():
+def test_expert_parallel_path_follows_from_nodes_and_counts():
     plan, load, *_ = a_batch()
     of_layer, parallel = layer_plans(plan, load), parallel_of()
     assert parallel.is_hierarchical(TOP_K)
     assert not parallel.is_hierarchical(1)
     layer = prepare(routings()[0], of_layer.layer(0).layer(0), parallel=parallel)
-    assert isinstance(layer.tokens.dispatch, NodeDispatch)
+    assert isinstance(layer.token_tables.dispatch, NodeDispatch)
     uncounted = dataclasses.replace(parallel, capacities=count_capacities(of_layer, TOPOLOGY))
     assert not uncounted.is_hierarchical(TOP_K)
     one_node = topology_of("1x8", 0)
@@ -167,10 +167,10 @@ def test_the_path_follows_from_nodes_experts_and_what_was_counted():
     home = LayerPlan(home_layout(jnp.arange(EXPERTS), one_node), jnp.arange(EXPERTS), None, None)
     home = home._replace(quota=jnp.zeros_like(home.slot_expert))
     shapes = jax.eval_shape(functools.partial(prepare_layer, parallel=alone), routings()[0], home)
-    assert isinstance(shapes.tokens.dispatch, Dispatch)
+    assert isinstance(shapes.token_tables.dispatch, Dispatch)
 
 
-def test_the_ways_that_were_chosen_are_printed_once(capsys):
+def test_expert_parallel_prints_its_choices_once(capsys):
     _print_once.cache_clear()
     plan, load, *_ = a_batch()
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_the_ways_that_were_chosen_are_printed_once(capsys):
     assert capsys.readouterr().err == line
 
 
-def test_residents_belong_to_topologies_that_have_slots_for_them():
+def test_fetch_replicas_rejects_residents_without_slots():
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
@@ -209,7 +209,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
         prepare_layer(routings()[0], layer_plans(plan, load).layer(0).layer(0), elsewhere)
 
 
-def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
+def test_prepare_layers_serves_plans_with_empty_resident_slots():
     """Planners without residents leave resident slots empty: their weights are zero and no token goes there."""
     topology = topology_of("2x4", 2, 1)
     of_batch = plans("2x4", 2, "eplb", 1)
@@ -227,7 +227,7 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
     assert actual.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
 
 
-def test_lanes_that_are_full_to_the_last_row():
+def test_dispatch_works_with_full_lanes():
     """An empty slot may share its start in the buffer with another lane.
 
     Eight copies go to rank 1, whose last slot is empty, and five stay. The lane has eight rows, and the kept rows begin

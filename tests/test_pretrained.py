@@ -85,8 +85,8 @@ def test_logits_equal_those_of_transformers_live_and_replayed_after_a_reorder(na
     mask = np.ones(tokens.shape, bool)
     model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY)
     balancer = Balancer(
-        *(relibra(), TOPOLOGY),
-        mesh=mesh(),
+        relibra(),
+        ExpertParallel(mesh=mesh(), topology=TOPOLOGY),
         num_layers=LAYERS.get(name, 3),
         num_micro_batches=1,
         key=jax.random.key(0),

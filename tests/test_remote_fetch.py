@@ -31,7 +31,7 @@ def layer_plan(mesh, micro_batch):
 
 
 @pytest.mark.parametrize("mesh", ["2x4", "1x8"])
-def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
+def test_fetch_tables_pull_from_the_ranks_with_the_experts(mesh):
     topology, pulled = topology_of(mesh, REPLICAS, RESIDENTS), 0
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch="remote_emulated")
     prepare = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch)
@@ -50,7 +50,7 @@ def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
     assert pulled > 8
 
 
-def test_exports_that_do_not_fit_leave_nothing_to_wait_for():
+def test_remote_rows_are_empty_for_exports_that_do_not_fit():
     """If the exports do not fit, the layer is NaN; a kernel that waited for a copy that no rank starts would hang."""
     topology = topology_of("1x8", REPLICAS, RESIDENTS)
     sizes = dataclasses.replace(worst_case_capacities(1, 1, topology), exports=1)
@@ -83,7 +83,7 @@ def fetched(mesh, kind):
 
 
 @pytest.mark.parametrize("mesh", ["2x4", pytest.param("1x8", marks=pytest.mark.long)])
-def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit(mesh):
+def test_remote_fetch_equals_the_padded_fetch_bit_for_bit(mesh):
     topology, rng = topology_of(mesh, REPLICAS, RESIDENTS), np.random.default_rng(0)
 
     def weights(slots):
@@ -105,9 +105,7 @@ def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas_only", "exchanges"), [(True, 0), (False, 2)])
-def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
-    monkeypatch, replicas_only, exchanges
-):
+def test_remote_fetch_program_has_one_kernel(monkeypatch, replicas_only, exchanges):
     """Lowered for CUDA without a GPU, the fetch is the kernel with its references to peers, without a collective."""
     monkeypatch.setattr("relibra_jax.execution.parallel.why_not_remote", lambda devices: None)
     topology = topology_of("1x8", REPLICAS)
@@ -129,7 +127,7 @@ def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
     assert not any(name in text for name in ("all_gather", "reduce_scatter", "ragged", "collective_permute"))
 
 
-def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
+def test_pull_rows_copies_rows_and_leaves_zeros():
     """The kernel's copies in the interpreter, which has no peers or semaphores: all buffers are in one array."""
     ranks, blocks, row_shape = 3, 2, (5, 32, 64)
     rank, row = np.array([2, 0, EMPTY, 1], np.int32), np.array([1, 1, EMPTY, 0], np.int32)
@@ -154,14 +152,14 @@ def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
     np.testing.assert_array_equal(np.asarray(out).reshape(desired.shape), desired)
 
 
-def test_rows_that_the_kernel_cannot_cut_are_refused():
+def test_pull_rows_rejects_rows_that_it_cannot_cut():
     with pytest.raises(ValueError, match="a row of 90 elements is not a whole number of lines of 128"):
         pull_kernel.chunk_shape(90, 2)
     with pytest.raises(ValueError, match="implementation='nccl' is not one of mosaic, xla"):
         pull_rows(*jnp.zeros((2, 1), int), jnp.zeros((1, 128)), "local", implementation="nccl")
 
 
-def test_where_the_kernel_cannot_run_it_is_refused():
+def test_expert_parallel_rejects_remote_fetch_where_it_cannot_run():
     topology = topology_of("1x8", REPLICAS)
     ways = {"mesh": expert_mesh(topology), "topology": topology}
     with pytest.raises(ValueError, match=r"fetch='remote' cannot run: .* are of platform 'cpu'"):
@@ -179,7 +177,7 @@ def test_where_the_kernel_cannot_run_it_is_refused():
         ({"id": 5}, r"have the ids \[0, 5\], but the kernel needs 0 to 1 in order"),
     ],
 )
-def test_meshes_whose_devices_a_kernel_cannot_reach(changes, reason):
+def test_why_not_remote_names_the_reason(changes, reason):
     one = {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3", "process_index": 0}
     first = one | {key: value for key, value in changes.items() if key == "device_kind"}
     devices = [SimpleNamespace(**first, id=0), SimpleNamespace(**(one | {"id": 1} | changes))]

@@ -53,7 +53,7 @@ def load(plan):
     return load
 
 
-def test_a_plan_with_residents_is_valid(plan, load):
+def test_check_plan_accepts_residents(plan, load):
     """Residents may be on any node, also that of the home, and allow replicas on their node without across_nodes."""
     check_plan(plan, load, TOPOLOGY)
     check_plan(jax.tree.map(jnp.asarray, plan), jnp.asarray(load), TOPOLOGY)
@@ -124,13 +124,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_broken_rule_is_named(plan, load, rule):
+def test_check_plan_names_a_broken_rule_of_residents(plan, load, rule):
     change, message = BROKEN[rule]
     with pytest.raises(ValueError, match=f"^{message}"):
         check_plan(change(plan), load, TOPOLOGY)
 
 
-def test_residents_need_no_leave_to_cross_nodes(plan):
+def test_check_plan_lets_residents_cross_nodes(plan):
     """Only replicas need across_nodes: a replica on a node without its expert is valid only with across_nodes."""
     far = put(plan, (1, 0, 1, 1, 4), 2)
     check_slots(far, TOPOLOGY, across_nodes=True)
@@ -152,7 +152,7 @@ SINGLE_LAYER_RULES = [rule for rule in BROKEN if "in another micro-batch" not in
 
 
 @pytest.mark.parametrize("rule", SINGLE_LAYER_RULES)
-def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
+def test_is_valid_detects_a_broken_rule_of_residents(plan, load, rule):
     """The check inside the layer detects a broken rule. Cases with a wrong slot have no load, so all sums are right."""
     assert layer_accepts(plan, load, False)
     if not rule.startswith("quota"):
@@ -162,7 +162,7 @@ def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
 
 
 @pytest.mark.parametrize("across_nodes", [False, True])
-def test_host_and_layer_agree_on_any_slots(across_nodes):
+def test_is_valid_agrees_with_check_plan(across_nodes):
     """For random plans with one changed slot, host and layer either both reject or both accept."""
     rng, outcomes = np.random.default_rng(0), {True: 0, False: 0}
     for _ in range(150):
@@ -180,7 +180,7 @@ def test_host_and_layer_agree_on_any_slots(across_nodes):
     assert min(outcomes.values()) > 20
 
 
-def test_where_replicas_are_fetched_from():
+def test_copy_source_prefers_residents_in_the_node():
     """A replica comes from the home if it is on the node, else from the node's first resident, else from the far home.
 
     Each rank has a home slot, a resident slot and a replica slot.
@@ -199,7 +199,7 @@ def test_where_replicas_are_fetched_from():
     assert export_count(plan, topology).tolist() == [1, 1, 1, 0, 1, 0]
 
 
-def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
+def test_fetch_time_of_a_resident_is_over_the_fast_network(plan):
     """Rank (1, 1) sends its resident of expert 0 to its neighbour, so that the home on rank (0, 0) does not send it."""
     nothing = dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push"), 0.0)
     cost = Price(**nothing, fetch=1.0, fetch_across=10.0)
@@ -208,7 +208,7 @@ def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
     np.testing.assert_allclose(actual[1, 0], [[0, 0], [1, 1]], rtol=1e-6)
 
 
-def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
+def test_refit_quota_uses_residents(plan, load):
     """Refitted quotas keep the plan's shares, also of residents. An expert without a share is computed at home."""
     layer = layer_plans(plan, load).layer((0, 0))
     no_share = layer._replace(quota=np.where(layer.slot_expert == 7, 0, layer.quota))
@@ -221,13 +221,13 @@ def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
     assert (quota[1, 1, 1], quota[1, 0, 3]) == (11, 0)
 
 
-def test_residents_keep_tokens_in_their_node(plan, load):
+def test_node_visits_are_fewer_with_residents(plan, load):
     """With all tokens on node 1, exactly the copies that node 0 computes cross."""
     crossing = [[plan.quota[m, 0, 0].sum()] for m in range(2)]
     assert cross_node_load(layer_plans(plan, load)).tolist() == crossing
 
 
-def test_the_bound_of_replication_knows_that_residents_cross_nodes():
+def test_replication_bound_counts_residents_across_nodes():
     """Half of a hot expert's load on another node is below the mean of the node that owns it."""
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
     slots, quota = np.array([[[[[0, EMPTY]], [[1, 0]]]]]), np.array([[[[[50, 0]], [[0, 50]]]]])
@@ -240,7 +240,7 @@ def test_the_bound_of_replication_knows_that_residents_cross_nodes():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
+def test_assembled_plans_keep_order_and_quotas(seed):
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
@@ -255,7 +255,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
 
 
 @pytest.mark.parametrize("name", ["static", "eplb", "lplb"])
-def test_planners_that_know_no_residents_plan_as_without_room_for_them(name):
+def test_planners_without_residents_leave_their_slots_empty(name):
     """Such planners leave the resident slots empty."""
     planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
     load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
@@ -272,6 +272,6 @@ def test_planners_that_know_no_residents_plan_as_without_room_for_them(name):
 
 
 @pytest.mark.parametrize("count", [-1, True])
-def test_numbers_of_resident_slots(count):
+def test_topology_rejects_numbers_of_resident_slots(count):
     with pytest.raises(ValueError, match=f"resident_slots={count} must be an integer of at least 0"):
         dataclasses.replace(TOPOLOGY, resident_slots=count)

@@ -20,6 +20,7 @@ from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS, balance_loss, gates_at
 from relibra_jax.nnx import (
     Balancer,
+    ExpertParallel,
     MoELayer,
     accumulate_gradients,
     check_executed,
@@ -93,13 +94,11 @@ class Run:
         self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
         self.balancer = Balancer(
             PLANNER,
-            topology,
-            mesh=mesh,
+            ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
             num_layers=LAYERS,
             num_micro_batches=MICRO_BATCHES * UPDATES,  # of each copy of the group
             key=jax.random.key(0),
             assign=None,
-            check_rows=True,
         )
         self.order = []
 
@@ -191,7 +190,7 @@ def whole():
 
 
 @pytest.mark.slow
-def test_twenty_batches_of_two_updates_are_those_of_a_dense_model(whole):
+def test_training_with_residents_equals_a_dense_model(whole):
     first, run, losses = whole
     with jax.enable_x64(True):
         params, desired = train_dense(jax.tree.map(jnp.asarray, first), run.order)
@@ -204,7 +203,7 @@ def test_twenty_batches_of_two_updates_are_those_of_a_dense_model(whole):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint(whole, tmp_path):
+def test_training_with_residents_continues_from_its_checkpoint(whole, tmp_path):
     with jax.enable_x64(True):
         run, other = Run(), Run()
         run.train(0, 2)
@@ -224,7 +223,7 @@ def test_a_run_goes_on_from_its_checkpoint(whole, tmp_path):
         pytest.param({"fsdp": 2}, 2, marks=pytest.mark.long),
     ],
 )
-def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
+def test_training_with_residents_is_the_same_over_data_and_fsdp_axes(axes, ranks_per_node):
     with jax.enable_x64(True):
         topology = dataclasses.replace(TOPOLOGY, ranks_per_node=ranks_per_node)
         run = Run(topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
@@ -239,7 +238,7 @@ def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
 
 
 @pytest.mark.long
-def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
+def test_prepare_residents_serves_one_update_only(whole):
     with jax.enable_x64(True):
         run = Run()
         assert run.train(0, 1, share_push=True) == whole[2][:UPDATES]
@@ -249,7 +248,7 @@ def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
 
 
 @pytest.mark.long
-def test_residents_of_bfloat16_over_masters_of_float32():
+def test_residents_in_bfloat16_keep_gradients_in_float32():
     """Sums over micro-batches are float32, so that residents lose no more precision than home experts."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
     run, without = Run(**options), Run(dataclasses.replace(TOPOLOGY, resident_slots=0), **options)

@@ -286,7 +286,7 @@ def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
     )
     model = nnx.List([MoELayer(topology, 4, 4, gating, rngs=nnx.Rngs(0)) for _ in range(LAYERS)])
     options = {"num_layers": LAYERS, "num_micro_batches": 2, "assign": None, "key": jax.random.key(0)}
-    balancer = Balancer(planner, topology, mesh=mesh, path=path, **options)
+    balancer = Balancer(planner, ExpertParallel(mesh=mesh, topology=topology, path=path), **options)
     sizes = {"samples": 8, "tokens": 6, "layers": LAYERS, "experts": EXPERTS, "top_k": 2}
     replay = random_routing(np.random.default_rng(0), **sizes)
     batch = balancer.prepare(model, None, replay)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.routing.row_packing import pack_rows
+from relibra_jax.routing.row_packing import lay_out_rows
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
 
@@ -32,9 +32,9 @@ def check_layout(layout, assignment, lengths):
 def test_every_token_has_one_place(lengths, micro_batches, least_fill):
     lengths = np.array(lengths)
     assignment = pack_samples(lengths, TOPOLOGY, num_micro_batches=micro_batches)
-    layout = pack_rows(assignment, lengths, least_fill=least_fill)
+    layout = lay_out_rows(assignment, lengths, least_fill=least_fill)
     check_layout(layout, assignment, lengths)
-    again = pack_rows(assignment, lengths, least_fill=least_fill, shape=layout.shape)
+    again = lay_out_rows(assignment, lengths, least_fill=least_fill, shape=layout.shape)
     if layout.fill >= least_fill:
         assert again.shape == layout.shape
 
@@ -42,25 +42,25 @@ def test_every_token_has_one_place(lengths, micro_batches, least_fill):
 def test_rows_are_as_many_as_padding_allows():
     lengths = np.array([8, 8, 4, 4, 8, 8, 4, 4])
     assignment = Assignment(np.arange(8, dtype=np.int32).reshape(1, 1, 2, 4))
-    assert pack_rows(assignment, lengths).shape == (3, 8)
-    assert pack_rows(assignment, lengths, least_fill=0.7).shape == (4, 8)
+    assert lay_out_rows(assignment, lengths).shape == (3, 8)
+    assert lay_out_rows(assignment, lengths, least_fill=0.7).shape == (4, 8)
     uneven = np.array([9, 8, 4, 4, 8, 8, 4, 4])
-    layout = pack_rows(assignment, uneven)
+    layout = lay_out_rows(assignment, uneven)
     assert layout.shape == (1, 25)
     assert layout.fill == 49 / 50
 
 
 def test_a_shape_is_kept_while_samples_fit_and_fill_it():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
-    assert pack_rows(assignment, np.array([5, 5, 5, 4]), shape=(2, 5)).shape == (2, 5)
-    assert pack_rows(assignment, np.array([50, 49, 48, 49]), shape=(2, 51)).shape == (2, 51)
-    assert pack_rows(assignment, np.array([5, 5, 5, 6]), shape=(2, 5)).shape == (1, 11)
-    assert pack_rows(assignment, np.array([5, 5, 5, 5]), shape=(2, 9)).shape == (2, 5)
+    assert lay_out_rows(assignment, np.array([5, 5, 5, 4]), shape=(2, 5)).shape == (2, 5)
+    assert lay_out_rows(assignment, np.array([50, 49, 48, 49]), shape=(2, 51)).shape == (2, 51)
+    assert lay_out_rows(assignment, np.array([5, 5, 5, 6]), shape=(2, 5)).shape == (1, 11)
+    assert lay_out_rows(assignment, np.array([5, 5, 5, 5]), shape=(2, 9)).shape == (2, 5)
 
 
 def test_what_does_not_belong_together_is_refused():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
     with pytest.raises(ValueError, match="the assignment has sample 3, but lengths has only 3 entries"):
-        pack_rows(assignment, np.ones(3, int))
+        lay_out_rows(assignment, np.ones(3, int))
     with pytest.raises(ValueError, match=r"least_fill=0\.0 must be above 0 and at most 1"):
-        pack_rows(assignment, np.ones(4, int), least_fill=0.0)
+        lay_out_rows(assignment, np.ones(4, int), least_fill=0.0)

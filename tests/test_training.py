@@ -236,7 +236,7 @@ def whole():
         return run, homes
 
 
-def test_plans_and_reorders_do_not_change_training(whole):
+def test_training_with_plans_and_reorders_is_the_same(whole):
     run, homes = whole
     moved = [(now != before).any() for before, now in itertools.pairwise(homes)]
     assert sum(moved) > STEPS / 2
@@ -244,14 +244,14 @@ def test_plans_and_reorders_do_not_change_training(whole):
     assert largest_difference(run.logical(), train_dense()[-1]) < TOLERANCE
 
 
-def test_static_training_is_the_same_training(whole):
+def test_training_under_static_is_the_same(whole):
     still = Run(2, 4, "static")
     still.train(0, STEPS)
     assert largest_difference(still.logical(), whole[0].logical()) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_stopping_and_going_on_gives_the_same_bits(whole, tmp_path):
+def test_training_resumed_gives_the_same_bits(whole, tmp_path):
     first, second = Run(2, 4), Run(2, 4)
     first.train(0, 10)
     first.save(tmp_path, 10)
@@ -262,7 +262,7 @@ def test_stopping_and_going_on_gives_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_going_on_with_fewer_ranks_is_the_same_training(whole, tmp_path):
+def test_training_resumed_on_fewer_ranks_is_the_same(whole, tmp_path):
     first, second = Run(2, 4), Run(1, 4)
     first.train(0, 10)
     first.save(tmp_path, 10)

@@ -76,7 +76,7 @@ def forward_under_plan(model, prompt, rows, batch, forced=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["NONE", "BLOCK", "DECODER"])
-def test_the_model_is_tunix_own_and_records_what_it_routes(prompt, remat):
+def test_balanced_qwen3_equals_tunix_and_records_routing(prompt, remat):
     tokens, positions, causal = prompt
     expected = nnx.jit(lambda model: model(tokens, positions, None, causal)[0])(tunix_model(remat))
     model = BalancedQwen3(tunix_model(remat), balancer_of().live)
@@ -91,7 +91,7 @@ def test_the_model_is_tunix_own_and_records_what_it_routes(prompt, remat):
 
 
 @pytest.mark.slow
-def test_forced_experts_are_used_and_unset_ones_are_routed_live(prompt):
+def test_balanced_qwen3_uses_forced_experts(prompt):
     model = BalancedQwen3(tunix_model(), balancer_of().live)
     logits, routes = record(model, prompt)
     np.testing.assert_array_equal(forward(model, prompt, routes), forward(model, prompt))
@@ -113,13 +113,13 @@ def test_forced_experts_are_used_and_unset_ones_are_routed_live(prompt):
 
 
 @pytest.mark.slow
-def test_under_a_plan_the_logits_are_the_same(prompt):
+def test_balanced_qwen3_logits_are_the_same_under_a_plan(prompt):
     balancer = balancer_of(micro_batches=1)
     model = BalancedQwen3(tunix_model(), balancer.live)
     logits, routes = record(model, prompt)
     batch = balancer.prepare(model, None, RoutingReplay(np.asarray(routes), np.ones((SAMPLES, TOKENS), bool)))
     assert (batch.batch_plan.plan.home != np.arange(16)).any(), "nothing moved"
-    rows = ranks_first(batch.micro_batch(0), balancer.mesh)
+    rows = ranks_first(batch.micro_batch(0), balancer.parallel.mesh)
     np.testing.assert_allclose(forward(model, prompt), logits, atol=3e-5)  # live, at the new homes
     np.testing.assert_allclose(forward_under_plan(model, prompt, rows, batch), logits, atol=3e-5)
     forced = np.array(routes)
@@ -131,13 +131,15 @@ def test_under_a_plan_the_logits_are_the_same(prompt):
 
 
 @pytest.mark.slow
-def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prompt):
+def test_with_plan_follows_the_example_and_keeps_the_model(prompt):
     balancer = balancer_of(micro_batches=1)
     model = BalancedQwen3(tunix_model(), balancer.live)
     logits, routes = record(model, prompt)
     replay = RoutingReplay(np.asarray(routes), np.ones((SAMPLES, TOKENS), bool))
     batch = balancer.prepare(model, None, replay)
-    example = BalancedExample(prompt, ranks_first(batch.micro_batch(0), balancer.mesh), batch.parallel)
+    example = BalancedExample(
+        prompt, ranks_first(batch.micro_batch(0), balancer.parallel.mesh), batch.parallel
+    )
     graph, loss = nnx.graphdef(model), nnx.jit(with_plan(lambda model, prompt, _: forward(model, prompt)))
     np.testing.assert_allclose(loss(model, example, None), logits, atol=3e-5)
     np.testing.assert_allclose(loss(model, BalancedExample(prompt), None), logits, atol=3e-5)
@@ -161,12 +163,12 @@ def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prom
         ),
     ],
 )
-def test_models_that_do_not_fit_are_refused(changes, message):
+def test_balanced_qwen3_rejects_models_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         BalancedQwen3(tunix_model(**changes), balancer_of().live)
 
 
-def test_copies_of_the_group_are_refused():
+def test_balanced_qwen3_rejects_data_axes():
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     live = balancer_of(topology=topology, mesh=expert_mesh(topology, data=2)).live
     with pytest.raises(
@@ -202,7 +204,7 @@ def portions(sizes):
 
 @pytest.mark.parametrize("mini", [4, 12])
 @pytest.mark.parametrize("train", [1, 2, 4])
-def test_sizes_are_refused_where_tunix_hands_over_more_than_once(mini, train):
+def test_learner_rejects_sizes_with_several_plans_an_update(mini, train):
     for rollout, logps in itertools.product([1, 2, 3, 4, 6, 12, 24], repeat=2):
         sizes = BatchSizes(mini, train, rollout, logps)
         portion_sizes = portions(sizes)
@@ -253,7 +255,7 @@ def cluster():
         ),
     ],
 )
-def test_clusters_that_are_refused(cluster, changes, balancer, message):
+def test_check_cluster_rejects_settings(cluster, changes, balancer, message):
     options = changes.get("training", {})
     default = cluster.cluster_config.training_config
     training = dataclasses.replace(default, gradient_accumulation_steps=None, **options)
@@ -269,7 +271,7 @@ def test_clusters_that_are_refused(cluster, changes, balancer, message):
 
 
 @pytest.mark.slow
-def test_other_rollouts_and_other_models_are_refused(cluster):
+def test_check_cluster_rejects_other_rollouts_and_models(cluster):
     stock = cluster_of(balancer_of(), stock=True)
     with pytest.raises(ValueError, match="rollout_engine='vanilla' does not record the routing"):
         check_cluster(stock, balancer_of())
@@ -283,7 +285,7 @@ def test_other_rollouts_and_other_models_are_refused(cluster):
 
 
 @pytest.mark.slow
-def test_two_plans_before_an_update_are_refused_before_anything_runs(cluster):
+def test_learner_rejects_two_plans_before_an_update(cluster):
     sizes = {"rollout_micro_batch_size": 2, "compute_logps_micro_batch_size": 2}
     with pytest.raises(ValueError, match="one update of mini_batch_size=4 prompts would need 2 plans"):
         train(balancer_of(), training=sizes)
@@ -292,7 +294,7 @@ def test_two_plans_before_an_update_are_refused_before_anything_runs(cluster):
 
 
 @pytest.mark.slow
-def test_a_key_as_the_seed_of_rollouts_lives_on(cluster):
+def test_recording_rollout_keeps_a_key_as_seed(cluster):
     config = dataclasses.replace(cluster.cluster_config.rollout_config, seed=jax.random.PRNGKey(0))
     first, again = (cluster.rollout.generate(["1+1="] * 8, config).text for _ in range(2))
     assert first == again
@@ -304,7 +306,7 @@ def test_a_key_as_the_seed_of_rollouts_lives_on(cluster):
 
 
 @pytest.mark.long
-def test_static_and_relibra_learn_what_tunix_learns():
+def test_learner_learns_what_tunix_learns():
     losses, stock = train(balancer_of(), stock=True)
     static_losses, static_cluster = train(balancer_of(static()))
     with mock.patch.object(
@@ -331,7 +333,7 @@ def test_static_and_relibra_learn_what_tunix_learns():
 
 
 @pytest.mark.long
-def test_several_updates_from_a_rollout_and_several_rollouts_a_batch():
+def test_learner_runs_several_updates_and_rollouts():
     # There are two batches of eight prompts, two rollouts per batch and two updates per rollout, with evaluations.
     options = {"steps": 8, "data": prompts(2, 8), "algorithm": {"num_iterations": 2}}
     evaluated = {"eval_ds": prompts(1, start=50), "training": {"eval_every_n_steps": 2}}

@@ -14,7 +14,7 @@ from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable
 from relibra_jax.integrations.tunix.routes import replay_of_rows
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, ranks_first
 from relibra_jax.integrations.tunix.settings import BatchSizes, batch_sizes, check_samples, check_sizes
-from relibra_jax.nnx import GATINGS, Balancer, MoELayer, expert_mesh
+from relibra_jax.nnx import GATINGS, Balancer, ExpertParallel, MoELayer, expert_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -44,16 +44,16 @@ def config(mini=None, train=None, rollout=None, logps=None):
         ({"mini": 4, "train": 2, "rollout": 4, "logps": 8}, 8, (4, 2, 4, 8)),
     ],
 )
-def test_sizes_that_are_left_out_are_those_of_tunix(sizes, full, expected):
+def test_batch_sizes_default_to_those_of_tunix(sizes, full, expected):
     assert batch_sizes(config(**sizes), full) == expected
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 4, 4), (4, 2, 8, 1), (4, 2, 1, 4), (8, 4, 8, 8)])
-def test_sizes_with_one_plan_an_update_are_taken(sizes):
+def test_check_sizes_accepts_one_plan_an_update(sizes):
     check(sizes)
 
 
-def test_one_micro_batch_is_one_plan_however_it_is_generated():
+def test_check_sizes_accepts_one_micro_batch():
     check((4, 4, 1, 2), num_micro_batches=1)
 
 
@@ -89,17 +89,17 @@ def test_one_micro_batch_is_one_plan_however_it_is_generated():
         ),
     ],
 )
-def test_sizes_that_are_refused(sizes, changes, message):
+def test_check_sizes_rejects_several_plans_an_update(sizes, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         check(sizes, **changes)
     assert "\n" not in str(error.value)
 
 
-def test_a_size_that_nothing_is_computed_with_is_not_looked_at():
+def test_check_sizes_ignores_unused_sizes():
     check((4, 2, 4, 3), num_ranks=16, scores_policies=False)
 
 
-def test_samples_that_do_not_divide_over_the_ranks():
+def test_check_sizes_rejects_samples_that_do_not_divide():
     check_samples(16, 8, "a rollout of")
     with pytest.raises(ValueError, match="a rollout of 12 samples must be a multiple of the 8 ranks"):
         check_samples(12, 8, "a rollout of")
@@ -115,21 +115,21 @@ def recorded():
     return routes, mask
 
 
-def test_the_replay_has_the_routes_of_real_tokens():
+def test_replay_of_rows_has_the_routes_of_real_tokens():
     routes, mask = recorded()
     replay = replay_of_rows(routes, mask, num_experts=16)
     np.testing.assert_array_equal(replay.expert_ids[mask], routes[mask])
     np.testing.assert_array_equal(replay.mask, mask)
 
 
-def test_a_real_token_without_a_route_is_named():
+def test_replay_of_rows_names_a_token_without_a_route():
     routes, mask = recorded()
     routes[1, 5, 2] = -1
     with pytest.raises(ValueError, match="sample 1, token 5, layer 2: no route"):
         replay_of_rows(routes, mask, num_experts=16)
 
 
-def test_a_recording_of_another_batch_is_refused():
+def test_replay_of_rows_rejects_another_batch():
     routes, mask = recorded()
     with pytest.raises(ValueError, match="recorded 2 samples of 8 tokens, but the learner trains on 1 of 8"):
         replay_of_rows(routes, mask[:1], num_experts=16)
@@ -152,13 +152,12 @@ def prepared():
     ids = np.argsort(-rng.normal(size=(1, 1, 3, 16)) - rng.gumbel(size=(32, 6, 3, 16)))[..., :2]
     replay = RoutingReplay(ids.astype(np.uint8), rng.random((32, 6)) < 0.9)
     model, options = Layers(), {"key": jax.random.key(0), "assign": None}
-    balancer = Balancer(
-        relibra(), TOPOLOGY, mesh=expert_mesh(TOPOLOGY), num_layers=3, num_micro_batches=2, **options
-    )
+    parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY)
+    balancer = Balancer(relibra(), parallel, num_layers=3, num_micro_batches=2, **options)
     return balancer.prepare(model, None, replay), replay, model, balancer
 
 
-def test_rows_of_an_example_are_the_prepared_layers(prepared):
+def test_ranks_first_holds_the_prepared_layers(prepared):
     batch, *_ = prepared
     for micro_batch in range(2):
         layers = batch.micro_batch(micro_batch)
@@ -171,7 +170,7 @@ def test_rows_of_an_example_are_the_prepared_layers(prepared):
             jax.tree.map(np.testing.assert_array_equal, result, layers.layer(index))
 
 
-def test_rows_are_in_tunix_order(prepared):
+def test_prepared_rows_are_in_tunix_order(prepared):
     batch, *_ = prepared
     np.testing.assert_array_equal(np.asarray(batch.to_ranks(np.arange(32))).ravel(), np.arange(32))
 
@@ -185,7 +184,7 @@ def call(layer, x, forced=None):
 
 
 @pytest.mark.long
-def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
+def test_balanced_moe_uses_forced_experts(prepared):
     _, _, model, balancer = prepared
     layer = BalancedMoE(model.layers[0], balancer.live)
     x = jax.random.normal(jax.random.key(1), (16, 6, 8))
@@ -201,7 +200,7 @@ def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-def test_a_layer_that_follows_a_plan_uses_its_experts(prepared):
+def test_balanced_moe_follows_a_plan(prepared):
     batch, replay, model, balancer = prepared
     layer = BalancedMoE(model.layers[1], balancer.live)
     layer.follow(batch.micro_batch(1).layer(1), batch.parallel)

@@ -21,7 +21,7 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 from relibra_jax import Planner, RoutingReplay, Topology, batch_imbalance, rank_load, relibra
-from relibra_jax.nnx import GATINGS, Balancer, MoELayer, accumulate_gradients, expert_mesh
+from relibra_jax.nnx import GATINGS, Balancer, ExpertParallel, MoELayer, accumulate_gradients, expert_mesh
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 LAYERS, WIDTH, EXPERT_WIDTH, VOCABULARY = 4, 32, 32, 64
@@ -103,10 +103,10 @@ def main(batches: int = 10, planner: Planner | None = None) -> list[float]:
     """
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY)
     balancer = Balancer(
         planner or relibra(),
-        TOPOLOGY,
-        mesh=expert_mesh(TOPOLOGY),
+        parallel,
         num_layers=LAYERS,
         num_micro_batches=MICRO_BATCHES,
         key=jax.random.key(0),

@@ -24,7 +24,7 @@ from relibra_jax import PLANNERS, Topology
 from relibra_jax.integrations.tunix.learner import BalancedGRPOLearner
 from relibra_jax.integrations.tunix.model import BalancedQwen3, rank_shardings
 from relibra_jax.integrations.tunix.rollout import RecordingRollout
-from relibra_jax.nnx import Balancer, expert_mesh
+from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh
 
 LETTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz"
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "shd_config": rank_shardings()}
@@ -52,10 +52,11 @@ def main(name: str, steps: int = 3) -> None:
     """Train for a number of steps under the named planner, and print loss and imbalance of every step."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
     options = {"num_layers": MODEL.num_layers, "num_micro_batches": 2, "key": jax.random.key(0)}
-    balancer = Balancer(PLANNERS[name].planner, topology, mesh=expert_mesh(topology), assign=None, **options)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    balancer = Balancer(PLANNERS[name].planner, parallel, assign=None, **options)
     actor, reference = (BalancedQwen3(Qwen3(MODEL, rngs=nnx.Rngs(0)), balancer.live) for _ in range(2))
     training = RLTrainingConfig(actor_optimizer=optax.adamw(3e-3), max_steps=steps, **SIZES)
-    roles = {"role_to_mesh": dict.fromkeys(Role, balancer.mesh), "rollout_engine": RecordingRollout}
+    roles = {"role_to_mesh": dict.fromkeys(Role, parallel.mesh), "rollout_engine": RecordingRollout}
     config = ClusterConfig(**roles, training_config=training, rollout_config=ROLLOUT)
     cluster = RLCluster(actor=actor, reference=reference, tokenizer=Tokenizer(), cluster_config=config)
     learner = BalancedGRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.1), reward, balancer=balancer)

@@ -22,6 +22,7 @@ from experiments.rl.processes import on_every_host
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
+from relibra_jax import Batch
 from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import RoutingReplay
 
@@ -58,13 +59,13 @@ class PlanAhead:
             return True
         with self._clock("count"):
             counts = count_ended(so_far(), num_experts=self._config.topology.num_experts)
-            load, tokens = on_every_host(counts, self._state.balancer.mesh)
-        self._search = self._executor.submit(self._plan, load, tokens, ended)
+            load, lengths = on_every_host(counts, self._state.balancer.parallel.mesh)
+        self._search = self._executor.submit(self._plan, Batch(load, lengths), ended)
         return False
 
-    def _plan(self, load: np.ndarray, tokens: np.ndarray, ended: np.ndarray) -> float:
+    def _plan(self, batch: Batch, ended: np.ndarray) -> float:
         start = time.perf_counter()
-        self._state.balancer.plan_ahead(load, tokens, ended, **stage_options(self._config))
+        self._state.balancer.plan_ahead(batch, ended, **stage_options(self._config))
         return time.perf_counter() - start
 
 

@@ -8,7 +8,7 @@ from experiments.rl.configs import Train
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.models import Model
 from relibra_jax.models import ModelConfig
-from relibra_jax.nnx.derived_cost import BALANCE, cluster_of
+from relibra_jax.nnx.derived_cost import cluster_of
 
 
 def price_of(config: Train, mesh: Mesh) -> CostModel | Literal["balance"]:
@@ -21,8 +21,8 @@ def price_of(config: Train, mesh: Mesh) -> CostModel | Literal["balance"]:
         config: the settings of the run.
         mesh: the device mesh of the model, whose devices determine the cluster.
     """
-    if config.price == BALANCE:
-        return BALANCE
+    if config.price == "balance":
+        return "balance"
     # With routing=recompute the recompute routes live, so no plan changes its time.
     recompute = config.routing == "rollout"
     cluster = cluster_of(mesh.devices.flat[0])

@@ -235,7 +235,7 @@ class Sampler:
             allowed=tokenizer.allowed(config.model_config.vocabulary),
             watch=watch,
         )
-        return on_every_host(responses, state.balancer.mesh)
+        return on_every_host(responses, state.balancer.parallel.mesh)
 
     def _key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), self.state.step)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+import relibra_jax
 from experiments.float8.hot_ranks import HotRanks, in_float8
 from experiments.rl.advantages import discounted_returns
 from experiments.rl.algorithms import Lessons, Sampled
@@ -80,7 +81,7 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         The stages.
     """
     batches = state.balancer.prepare_stages(
-        *(state.agent, state.optimizer, responses.replay), **stage_options(config)
+        state.agent, state.optimizer, responses.replay, **stage_options(config)
     )
     samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
     stages = tuple(Stage(batch, batch.to_ranks(samples)._replace(packing=batch.packing)) for batch in batches)
@@ -91,12 +92,12 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
 
 
 def stage_options(config: Train) -> dict[str, Any]:
-    """Return micro-batches, samples and updates of the planned stages, as options of `Balancer.prepare_stages`."""
+    """Return the planned stages and their updates, as options of `Balancer.prepare_stages`."""
     micro_batches = config.recompute_micro_batches if config.routing == "rollout" else None
-    recomputes = () if micro_batches is None else (micro_batches,)
+    recomputes = () if micro_batches is None else (relibra_jax.Stage(micro_batches),)
+    updates = (relibra_jax.Stage(config.micro_batches, samples) for samples in config.mini_batches)
     return {
-        "num_micro_batches": (*recomputes, *[config.micro_batches] * config.updates),
-        "samples": (*[None] * len(recomputes), *config.mini_batches),
+        "stages": (*recomputes, *updates),
         "updates": (*[0] * len(recomputes), *[1] * config.updates),
     }
 
@@ -145,8 +146,10 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
         The responses, with the routing of the recompute in place of the rollout's; and the results of the recompute.
     """
     (batch,) = state.balancer.prepare_stages(
-        *(state.agent, state.optimizer, None),
-        num_micro_batches=(config.live_micro_batches,),
+        state.agent,
+        state.optimizer,
+        None,
+        [relibra_jax.Stage(config.live_micro_batches)],
         num_samples=config.samples,
     )
     samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))

@@ -17,7 +17,7 @@ from experiments.rl.windows import Carried, carry_nothing
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.models import load_pretrained, make_model
-from relibra_jax.nnx import Balancer, restore_training, save_training
+from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
 from relibra_jax.routing.sizes import Capacities
 
 LARGEST_GRADIENT: Final = 1.0
@@ -55,18 +55,22 @@ class State:
         rates = (config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
         tx = _adamw(*rates, critic_rate=config.critic.rate if config.algorithm_entry.critic else None)
         self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
-        self.balancer = Balancer(
-            *(config.planner_entry.planner, config.topology),
+        parallel = ExpertParallel(
             mesh=mesh,
+            topology=config.topology,
+            capacities=FIRST_CAPACITIES,
+            across_nodes=config.planner_entry.across_nodes,
+            check_rows=True,
+        )
+        self.balancer = Balancer(
+            config.planner_entry.planner,
+            parallel,
             num_layers=config.model_config.moe_layers,
             num_micro_batches=config.micro_batches,
             key=planning,
-            assign=config.assign,
-            across_nodes=config.planner_entry.across_nodes,
-            capacities=FIRST_CAPACITIES,
-            pack_rows=config.pack_rows,
-            check_rows=True,
             cost=price_of(config, mesh),
+            assign=config.assign,
+            rows="packed" if config.pack_rows else "padded",
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
         self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}

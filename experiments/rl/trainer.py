@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
+import relibra_jax
 from experiments.rl.algorithms import Lessons
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
@@ -262,8 +263,10 @@ class Trainer:
         """Prepare a batch that routes live, with samples in order and experts at home."""
         state = self.state
         (batch,) = state.balancer.prepare_stages(
-            *(state.agent, state.optimizer, None),
-            num_micro_batches=(self.config.updates * self.config.micro_batches,),
+            state.agent,
+            state.optimizer,
+            None,
+            [relibra_jax.Stage(self.config.updates * self.config.micro_batches)],
             num_samples=self.config.samples,
         )
         return batch

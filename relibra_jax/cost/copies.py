@@ -6,7 +6,7 @@ What is transferred, and when:
                their gradients, also in bfloat16. The source is the home, or a resident of the same node
                (`relibra_jax.contract.plan.copy_source`). A ragged fetch sends these experts. A padded one sends as many
                exports from every rank as the rank with the most has, in pieces, and then R experts to each rank
-               (`relibra_jax.execution.replica_exchange`)
+               (`relibra_jax.execution.replicas`)
     residents  bfloat16 weights before an update, float32 gradients after it, on the route of
                `relibra_jax.routing.resident_push`: one hop inside the home's node, one between nodes, one inside the
                target's. Gradients take the same route back and are summed on the way

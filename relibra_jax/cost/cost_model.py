@@ -96,7 +96,7 @@ class CostModel:
     spare_room: bool = True
     """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
     rows: str = AUTO
-    """``packed`` if rows hold several samples, as with ``Balancer(pack_rows=True)``. ``padded`` if every sample has a
+    """``packed`` if rows hold several samples, as with ``Balancer(rows="packed")``. ``padded`` if every sample has a
     row of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs padded rows."""
     updates: int = 1
     """The number of optimizer updates in a batch, among which its micro-batches are divided."""

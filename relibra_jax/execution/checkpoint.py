@@ -28,7 +28,7 @@ from jaxtyping import Int, Num, PyTree
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.types import Array, Topology
-from relibra_jax.execution.checkpoint_layout import Layout, check_arrays, describe, layout_json
+from relibra_jax.execution.checkpoint_layout import CheckpointLayout, check_arrays, describe, layout_json
 from relibra_jax.execution.checkpoint_steps import find_step, raise_together, read_layout, read_state
 from relibra_jax.execution.digests import logical_digests
 from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, slot_spec
@@ -100,7 +100,7 @@ def save_checkpoint(
         for name, leaf in leaves.items()
     }
     arrays = {name: describe(array) for name, array in state.items()}
-    layout = layout_json(Layout(topology, homes, arrays, digests))
+    layout = layout_json(CheckpointLayout(topology, homes, arrays, digests))
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), layout=ocp.args.JsonSave(layout))
     return manager.save(step, args=args)
 

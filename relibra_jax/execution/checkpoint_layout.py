@@ -16,7 +16,7 @@ from jaxtyping import Int
 from relibra_jax.contract.types import Topology
 
 
-class Layout(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """The description of a checkpoint's arrays."""
 
     topology: Topology
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     """The digest of each array in logical expert order (`relibra_jax.execution.digests`), by the array's name."""
 
 
-def layout_json(layout: Layout) -> dict[str, Any]:
+def layout_json(layout: CheckpointLayout) -> dict[str, Any]:
     """Convert a layout to the JSON content that a checkpoint stores, with its SHA-256."""
     content = {
         "topology": dataclasses.asdict(layout.topology),
@@ -40,7 +40,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
     return content | {"sha256": _sha256(content)}
 
 
-def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
+def parse_layout(content: Mapping[str, Any], *, verify: bool) -> CheckpointLayout:
     """Parse the JSON content of a layout.
 
     Args:
@@ -53,7 +53,7 @@ def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
         KeyError: if a part is missing and ``verify`` is False.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=2, replica_slots=0)
-    >>> content = layout_json(Layout(topology, np.array([[1, 0], [0, 1]]), {}, {}))
+    >>> content = layout_json(CheckpointLayout(topology, np.array([[1, 0], [0, 1]]), {}, {}))
     >>> parse_layout(content, verify=True).home.tolist()
     [[1, 0], [0, 1]]
     >>> parse_layout(content | {"home": [[0, 1], [0, 1]]}, verify=True)
@@ -67,7 +67,7 @@ def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
         )
     if verify and content.get("sha256") != _sha256(rest):
         raise ValueError("it has changed since it was saved")
-    return Layout(
+    return CheckpointLayout(
         Topology(**content["topology"]),
         np.array(content["home"], np.int32),
         content["arrays"],
@@ -80,7 +80,7 @@ def check_arrays(step: int, saved: Mapping[str, list[Any]], expected: Mapping[st
 
     Args:
         step: the step number of the checkpoint, for the error.
-        saved: the arrays of the checkpoint, ``Layout.arrays``.
+        saved: the arrays of the checkpoint, ``CheckpointLayout.arrays``.
         expected: the arrays of the model, or their shapes and dtypes, by name.
 
     Raises:
@@ -104,7 +104,7 @@ def check_arrays(step: int, saved: Mapping[str, list[Any]], expected: Mapping[st
 
 
 def describe(array: Any) -> list[Any]:
-    """Return the entry of an array in ``Layout.arrays``: its dtype's name and its dimensions.
+    """Return the entry of an array in ``CheckpointLayout.arrays``: its dtype's name and its dimensions.
 
     >>> describe(np.zeros((2, 3), np.int8))
     ['int8', 2, 3]

@@ -4,20 +4,27 @@ With Orbax's manager every process waits for the others after it has read its pa
 wait forever. Here each process reads independently, and then the processes tell each other whether they failed.
 """
 
+import asyncio
+import contextlib
+import gc
 import re
 import textwrap
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from relibra_jax.execution.checkpoint_layout import Layout, parse_layout
-from relibra_jax.execution.dropped_reads import collect_reads, finish_reads
+from relibra_jax.execution.checkpoint_layout import CheckpointLayout, parse_layout
 from relibra_jax.execution.plan_agreement import processes_where
 
 LONGEST_REASON: Final = 160
 """The number of characters of a library's error message that our message quotes. A note has the whole text."""
+PATIENCE: Final = 30.0
+"""The seconds after which the event loop of a failed read stops waiting if no other read has ended."""
+_PATCH_LOCK: Final = threading.RLock()
 
 
 def find_step(manager: ocp.CheckpointManager, step: int | None) -> int:
@@ -34,7 +41,7 @@ def find_step(manager: ocp.CheckpointManager, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> Layout:
+def read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> CheckpointLayout:
     """Read the layout of a step. Every process must call it.
 
     Args:
@@ -111,14 +118,16 @@ def _read_together[T](
     items: list[T] = []
     problem, details = None, None
     try:
-        with finish_reads():
+        with _finish_reads():
             items.append(read())
     # JSON, Orbax and TensorStore raise many types: OSError, KeyError, ValueError, bare Exception.
     except Exception as error:
         details = f"{error}\n{_root(error)}"
         problem = f"{item_name(details)} cannot be read: {_reason(_root(error))}"
     if problem is not None:
-        collect_reads()
+        # The exception has been released. Reads that never started would warn when they are collected.
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            gc.collect()
     raise_together(manager, step, problem, details)
     return items[0]
 
@@ -132,7 +141,7 @@ def _reason(error: BaseException) -> str:
     return textwrap.shorten(f"{kind}{error}", LONGEST_REASON, placeholder=" ...").rstrip(".")
 
 
-def _read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> Layout:
+def _read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> CheckpointLayout:
     return parse_layout(_read_item(manager, step, "layout", ocp.args.JsonRestore()), verify=verify)
 
 
@@ -165,3 +174,33 @@ def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
 def _names_array(text: str, name: str) -> bool:
     """Return whether TensorStore's error text has a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
     return re.search(rf"""["']{re.escape(name)}/""", text) is not None
+
+
+@contextlib.contextmanager
+def _finish_reads() -> Iterator[None]:
+    """Make every event loop created in this context wait for all of its tasks, even if one of them fails.
+
+    Orbax (0.12) starts all reads of a restore at once. When one fails, it raises its error and closes the event loop.
+    The other reads end later on TensorStore's threads, without an event loop, and each prints a useless traceback. A
+    lock admits one thread at a time, so that each thread restores the original `asyncio.new_event_loop`.
+    """
+    with _PATCH_LOCK:
+        new_event_loop = asyncio.new_event_loop
+        asyncio.new_event_loop = _WaitingEventLoop
+        try:
+            yield
+        finally:
+            asyncio.new_event_loop = new_event_loop
+
+
+class _WaitingEventLoop(asyncio.SelectorEventLoop):
+    def run_until_complete(self, future: Any) -> Any:
+        try:
+            return super().run_until_complete(future)
+        except Exception:
+            tasks = asyncio.all_tasks(self)
+            while tasks:
+                ended, _ = super().run_until_complete(asyncio.wait(tasks, timeout=PATIENCE))
+                # The last tasks may have started new ones.
+                tasks = asyncio.all_tasks(self) if ended else set()
+            raise

@@ -5,18 +5,55 @@ many of its experts are there: it goes to the rank with the same local index, an
 node. On the way back each node sums its results before they cross. The gates travel with the copies, so that the sum is
 weighted.
 
-Tables computed before the step (`relibra_jax.execution.dispatch_tables`) say where each row goes. This module only
-gathers and sends rows. Everything runs on one rank, inside shard_map.
+Tables say where each row goes. `make_dispatch` and `make_node_dispatch` compute them once per batch, so that layers
+only gather and send. Token copies and slots are both sorted by expert (`relibra_jax.routing.slots`): the first
+``sent[slot]`` copies of an expert go to its first slot, and so on. One argsort places every copy of a rank. Receivers
+do not sort, because the counts alone determine the rows of their buffers.
+
+Everything here runs on one rank, inside shard_map.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Num
+from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
-from relibra_jax.execution.exchange import Exchange, send, send_back
-from relibra_jax.execution.gather import combine_rows, gather_rows
+from relibra_jax.execution.exchange import Exchange, Lanes, send, send_back
+from relibra_jax.execution.gather import combine_rows, gather_rows, inverse_index
+from relibra_jax.routing.segments import segment_rows, starts
+from relibra_jax.routing.slots import line_up
+
+
+class Dispatch(NamedTuple):
+    """The tables that send a rank's token copies to their slots; combine uses them in reverse. All int32."""
+
+    copy: Int[jax.Array, "*stack send"]
+    """The token copy in each row of the send buffer, numbered ``token * K + k``; EMPTY for none."""
+    place: Int[jax.Array, "*stack t K"]
+    """The row of each copy in the send buffer; EMPTY for no copy."""
+    lanes: Lanes
+    """The rows for and from each rank."""
+    arrival: Int[jax.Array, "*stack rows"]
+    """The received row of each computed row, grouped by slot; EMPTY after the last one."""
+    computed: Int[jax.Array, "*stack receive"]
+    """The computed row of each received row; EMPTY for none."""
+    group_sizes: Int[jax.Array, "*stack S"]
+    """The number of rows of each slot."""
+
+
+class NodeDispatch(NamedTuple):
+    """The tables of hierarchical dispatch: each token goes to every node that serves it, then its copies spread."""
+
+    token: Int[jax.Array, "*stack send"]
+    """The token in each row that crosses; EMPTY for none."""
+    place: Int[jax.Array, "*stack t N"]
+    """The row of each token in the send buffer for each node; EMPTY if it does not go there."""
+    lanes: Lanes
+    """The tokens for and from the rank with the same local index in each node."""
+    inside: Dispatch
+    """The tables for the copies of arrived tokens inside the node."""
 
 
 def send_tokens(
@@ -56,6 +93,93 @@ def cross_back(
         return combine_rows(send_back(sums, tables.lanes, between), tables.token, tables.place)
 
 
+def make_dispatch(
+    key: Int[jax.Array, "t K"],
+    slot_key: Int[jax.Array, "P S"],
+    sent: Int[jax.Array, "P P S"],
+    exchange: Exchange,
+    *,
+    rows: int,
+) -> tuple[Dispatch, Bool[jax.Array, ""]]:
+    """Compute the tables that send each token copy in one exchange to the slots with its key.
+
+    Args:
+        key: the key of each token copy, its expert or its slot; EMPTY for no copy.
+        slot_key: the key of each slot of all ranks; EMPTY for none.
+        sent: the number of copies from each rank to each slot, equal on all ranks. On this rank, the numbers of the
+            slots with one key add up to the copies with this key.
+        exchange: the exchange between the P ranks.
+        rows: the number of rows that a rank computes.
+
+    Returns:
+        The tables, and whether the buffers are large enough. If they are not, the tables are meaningless.
+    """
+    rank = jax.lax.axis_index(exchange.axes)
+    counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, rank]
+    lanes = exchange.lanes(counts)
+    slot_start = lanes.send_start[:, None] + starts(sent[rank])
+    copy = _copies_in_lanes(key, slot_key, sent[rank], slot_start, exchange)
+    # Received rows are ordered by rank, then slot; computed rows by slot, then rank.
+    lane = lanes.receive_start[:, None] + starts(received)
+    arrival = segment_rows(rows, starts(received.T.ravel()), received.T.ravel(), lane.T.ravel())
+    tables = Dispatch(
+        copy=copy,
+        place=inverse_index(copy, key.size).reshape(key.shape),
+        lanes=lanes,
+        arrival=arrival,
+        computed=inverse_index(arrival, exchange.receive_rows),
+        group_sizes=received.sum(0, dtype=sent.dtype),
+    )
+    return tables, _fits(exchange, counts, rows)
+
+
+def make_node_dispatch(
+    slot: Int[jax.Array, "t K"],
+    sent: Int[jax.Array, "N G N G S"],
+    between: Exchange,
+    inside: Exchange,
+    *,
+    rows: int,
+) -> tuple[NodeDispatch, Bool[jax.Array, ""]]:
+    """Compute the tables of hierarchical dispatch, with one exchange between nodes and one inside them.
+
+    Args:
+        slot: the flat slot that serves each copy (`relibra_jax.routing.slots.copy_slots`); EMPTY for no copy.
+        sent: the number of copies from each rank to each slot, equal on all ranks.
+        between: the exchange between the ranks with one local index in all nodes.
+        inside: the exchange inside a node.
+        rows: the number of rows that a rank computes.
+
+    Returns:
+        The tables, and whether the buffers are large enough, as for `make_dispatch`.
+    """
+    nodes, local, slots = sent.shape[2:]
+    node, top_k = jax.lax.axis_index(between.axes), slot.shape[1]
+    served = slot[:, None] // (local * slots) == jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
+    served &= (slot != EMPTY)[:, None]
+    visit = served.any(-1)
+    counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
+    lanes = between.lanes(counts)
+    place = jnp.where(visit, lanes.send_start[None] + starts(visit.astype(jnp.int32), 0), EMPTY)
+    source = inverse_index(place.ravel(), between.send_rows)
+
+    # The slot of each copy inside its node, plus 1, so that the zeros in unused rows mean no copy.
+    inner = jnp.where(served, slot[:, None] % (local * slots) + 1, 0)
+    inner_rows = jnp.where(source == EMPTY, visit.size, source)
+    inner_rows = inner.reshape(-1, top_k).at[inner_rows].get(mode="fill", fill_value=0)
+    spread, fits = make_dispatch(
+        send(inner_rows, lanes, between) - 1,
+        jnp.arange(local * slots, dtype=jnp.int32).reshape(local, slots),
+        sent[:, :, node].sum(0, dtype=sent.dtype),
+        inside,
+        rows=rows,
+    )
+    token = jnp.where(source == EMPTY, EMPTY, source // nodes)
+    # If a buffer overflows on any node, rows from all nodes are affected, so the check covers every node.
+    fits &= jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1), dtype=sent.dtype)).all()
+    return NodeDispatch(token, place, lanes, spread), fits & between.fits(counts)
+
+
 def _sent_tokens(tables: Dispatch):
     """Return the token in each row of the send buffer; EMPTY for none."""
     return jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
@@ -63,3 +187,18 @@ def _sent_tokens(tables: Dispatch):
 
 def _arrange(arrived, tables: Dispatch):
     return gather_rows(arrived, tables.arrival, tables.computed[:, None])
+
+
+def _fits(exchange: Exchange, counts, rows: int):
+    return exchange.fits(counts) & (counts.sum(0).max() <= rows)
+
+
+def _copies_in_lanes(key, slot_key, sent, slot_start, exchange: Exchange):
+    """Return the token copy in each row of the send buffer."""
+    order, slots, begin = line_up(key, slot_key, sent)
+    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True).reshape(sent.shape)
+    # Segments must ascend. They are ordered by lane and not by start, because an empty segment may share the start of a
+    # segment in another lane.
+    lanes = exchange.lane_order()
+    rank = segment_rows(exchange.send_rows, *(array[lanes].ravel() for array in (slot_start, sent, first)))
+    return jnp.where(rank == EMPTY, EMPTY, order[rank].astype(jnp.int32))

@@ -47,8 +47,12 @@ class Lanes(NamedTuple):
     def back(self) -> "Lanes":
         """Return the lanes of the reverse exchange."""
         return Lanes(
-            *(self.received, self.sent, self.receive_start, self.send_start),
-            *(self.peer_send_start, self.peer_receive_start),
+            sent=self.received,
+            received=self.sent,
+            send_start=self.receive_start,
+            receive_start=self.send_start,
+            peer_receive_start=self.peer_send_start,
+            peer_send_start=self.peer_receive_start,
         )
 
 
@@ -86,8 +90,12 @@ class Exchange:
             return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start)
         send_start, receive_start = starts(counts, 1), starts(counts, 0)
         return Lanes(
-            *(counts[own], counts[:, own], send_start[own], receive_start[:, own]),
-            *(receive_start[own], send_start[:, own]),
+            sent=counts[own],
+            received=counts[:, own],
+            send_start=send_start[own],
+            receive_start=receive_start[:, own],
+            peer_receive_start=receive_start[own],
+            peer_send_start=send_start[:, own],
         )
 
     def lane_order(self) -> Int[jax.Array, " P"]:

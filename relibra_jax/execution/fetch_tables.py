@@ -1,7 +1,7 @@
 """Tables for the replica fetch of one layer of one micro-batch, computed before the training step.
 
 They say which experts a rank exports as replicas, and where the replicas arrive. Everything here runs on one rank,
-inside shard_map. `relibra_jax.execution.replica_exchange` uses the tables.
+inside shard_map. `relibra_jax.execution.replicas` uses the tables.
 """
 
 from typing import Final, NamedTuple
@@ -21,7 +21,7 @@ from relibra_jax.routing.sizes import export_count, exported_slots
 PULLED: Final = ("remote", "remote_emulated")
 """The kinds of fetch in which every rank reads its replicas from the memory of other ranks."""
 FETCHES: Final = (*KINDS, *PULLED)
-"""All kinds of fetch: see `relibra_jax.execution.replica_exchange`."""
+"""All kinds of fetch: see `relibra_jax.execution.replicas`."""
 
 
 class RemoteRows(NamedTuple):

@@ -4,7 +4,7 @@ Only experts that leave their rank travel. Each is cut into P pieces, one for ea
 exchanges. Rank p first collects piece p of all experts on the move, then sorts the pieces by new home and sends them
 on. In both exchanges every pair of ranks exchanges equally much for any homes, so the homes are data to the compiled
 program. A rank sends twice the bytes of its leaving experts and never holds more than its own share. A padded
-exchange straight from home to home would need P times the room of the worst pair of ranks.
+exchange straight from home to home would need P times the memory of the worst pair of ranks.
 
 The compiled program depends on one size: the largest number of experts that leave a rank, rounded up to a power of two.
 There are at most ``ceil(log2(H)) + 2`` programs for each kind of leaf.

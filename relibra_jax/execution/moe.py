@@ -22,13 +22,20 @@ from jaxtyping import Float, Int, Integer
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
-from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
-from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
+from relibra_jax.execution.dispatch import (
+    Dispatch,
+    NodeDispatch,
+    combine,
+    cross,
+    cross_back,
+    send_copies,
+    send_tokens,
+)
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables, token_exchanges
+from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.routing.segments import segment_of_row, starts
 
@@ -58,7 +65,7 @@ class LayerOutput(NamedTuple):
 
     output: Float[Array, "B *tokens D"]
     """The sum of each token's expert outputs, weighted by the gates, in the shape and dtype of ``x``."""
-    slot_rows: Int[Array, "*copies N G S"]
+    slot_rows: Int[Array, "*data N G S"]
     """The number of rows that each slot computed. With ``ExpertParallel.check_rows`` the receiving rank counts the rows
     that reached the slot of their expert. Otherwise these are the kernels' group sizes, which come from the plan."""
 
@@ -85,14 +92,14 @@ def moe_layer(
         expert_mlp: the function with which every rank computes its rows. None takes `pallas_kernels.grouped_mlp`.
 
     Returns:
-        The output, and the number of rows that each slot computed. All tokens of a copy of the group are NaN if its
+        The output, and the number of rows that each slot computed. All tokens of a group are NaN if its
         plan is invalid or does not add up to its load, its buffers are too small, or its ids do not have the load of
         the plan. All tokens of a rank are NaN if ``layer`` was prepared from different ids.
 
     Raises:
         ValueError: if the shapes do not fit each other, or ``layer`` was prepared without tokens.
     """
-    tables = layer.tokens
+    tables = layer.token_tables
     if tables is None:
         raise ValueError("layer was prepared only for the replica fetch: prepare it with prepare_layer")
     check_tokens("x", x, parallel)
@@ -105,7 +112,7 @@ def moe_layer(
             f"x and expert_ids: a rank has {tokens} tokens with {gates.shape[-1]} experts each, but the layer was"
             f" prepared for {first[-2]} tokens with {flat.place.shape[-1]} experts"
         )
-    lead, matrices = (*parallel.copies, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
+    lead, matrices = (*parallel.data_shape, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
     for name, buffer, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
         if buffer is not None or slots:
             shape = (*lead, 0) if buffer is None else buffer.shape
@@ -141,7 +148,7 @@ def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, expert_mlp: ExpertMlp):
     """Run the whole layer on one rank, on ``x[t, D]`` and ``gates[t, K]``."""
     dispatch, valid = tables.dispatch, tables.valid
-    flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
+    flat, exchanges = _flat(dispatch), parallel.token_exchanges(*gates.shape)[0]
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):

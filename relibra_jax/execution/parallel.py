@@ -1,7 +1,7 @@
 """The settings with which layers execute plans: all that a compiled step depends on besides shapes, and its shardings.
 
 Tokens are sharded over all ranks along their first axis, so the caller's model does not need to know the mesh: ``x`` is
-``[B, ..., D]``, and every rank of every data-parallel copy holds ``B / ranks`` rows of it, in flat order.
+``[B, ..., D]``, and every rank of every group holds ``B / ranks`` rows of it, in flat order.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, Exchange
-from relibra_jax.execution.fetch_tables import FETCHES, PULLED
+from relibra_jax.execution.fetch_tables import FETCHES, PULLED, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
 from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
@@ -51,9 +51,9 @@ class ExpertParallel:
     capacities: Capacities | None = None
     """Buffer sizes, from `relibra_jax.routing.sizes.count_capacities`. None takes the worst case for the shapes, which
     live routing needs because its load is unknown beforehand."""
-    data_axes: tuple[str, ...] | None = None
+    data_axes: tuple[str, ...] = None  # type: ignore[assignment]
     """The mesh's other axes over which tokens are split (data, FSDP); all of them by default. Each index along them is
-    a copy of the expert-parallel group with its own layer plans. The copies share homes and parameters."""
+    an expert-parallel group with its own layer plans. The groups share homes and parameters."""
     path: str = AUTO
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
@@ -61,7 +61,7 @@ class ExpertParallel:
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
     one node, and padded otherwise. The layer prints the choice once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`. ``auto`` chooses as for ``exchange`` and
+    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` chooses as for ``exchange`` and
     never chooses ``remote``, which raises an error if its kernel cannot run."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
@@ -70,7 +70,7 @@ class ExpertParallel:
     check_rows: bool = False
     """Whether every token copy carries its expert's number, so that a layer counts the rows that reach the slot of
     their expert. If a count differs from the plan's quota, the output is NaN. It costs a small exchange per layer."""
-    rows: int | None = None
+    num_rows: int | None = None
     """The number of rows of a micro-batch on all ranks together, if it is fixed beforehand. A layer then rejects any
     other number."""
 
@@ -82,7 +82,7 @@ class ExpertParallel:
         if self.data_axes is None:
             others = tuple(axis for axis in self.mesh.axis_names if axis not in RANKS)
             object.__setattr__(self, "data_axes", others)
-        for axis in self.copies_over:
+        for axis in self.data_axes:
             if axis in RANKS or axis not in self.mesh.shape:
                 raise ValueError(
                     f"data_axes: {axis!r} must be an axis of the mesh {self.mesh.axis_names} other than {RANKS}"
@@ -99,14 +99,9 @@ class ExpertParallel:
             raise ValueError(f"fetch='remote' cannot run: {reason}")
 
     @property
-    def copies_over(self) -> tuple[str, ...]:
-        """The mesh axes of the data-parallel copies."""
-        return self.data_axes or ()
-
-    @property
-    def copies(self) -> tuple[int, ...]:
-        """The sizes of the axes of the data-parallel copies, which are the leading axes of layer plans."""
-        return tuple(self.mesh.shape[axis] for axis in self.copies_over)
+    def data_shape(self) -> tuple[int, ...]:
+        """The sizes of the data axes, which are the leading axes of layer plans."""
+        return tuple(self.mesh.shape[axis] for axis in self.data_axes)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -115,13 +110,13 @@ class ExpertParallel:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of all copies together, over which tokens are split."""
-        return math.prod(self.copies) * self.topology.num_ranks
+        """The number of ranks of all groups together, over which tokens are split."""
+        return math.prod(self.data_shape) * self.topology.num_ranks
 
     @property
     def token_spec(self) -> PartitionSpec:
         """The sharding spec of tokens ``[B, ...]``."""
-        return PartitionSpec((*self.copies_over, *RANKS))
+        return PartitionSpec((*self.data_axes, *RANKS))
 
     @property
     def token_sharding(self) -> NamedSharding:
@@ -130,27 +125,18 @@ class ExpertParallel:
 
     @property
     def rank_spec(self) -> PartitionSpec:
-        """The sharding spec of arrays ``[*copies, N, G, ...]`` over the ranks of all copies."""
-        return PartitionSpec(*self.copies_over, *RANKS)
+        """The sharding spec of arrays ``[*data, N, G, ...]`` over the ranks of all groups."""
+        return PartitionSpec(*self.data_axes, *RANKS)
 
     @property
     def plan_spec(self) -> PartitionSpec:
-        """The sharding spec of a layer plan's arrays: every rank of a copy holds that copy's whole plan."""
-        return PartitionSpec(*self.copies_over)
+        """The sharding spec of a layer plan's arrays: every rank of a group holds that group's whole plan."""
+        return PartitionSpec(*self.data_axes)
 
     @property
     def domain(self) -> tuple[str, ...]:
         """The mesh axes along which replicas may travel."""
         return RANKS if self.across_nodes else (LOCAL,)
-
-    def sizes(self, tokens: int, top_k: int) -> Capacities:
-        """Return the buffer sizes of a layer: the given capacities, or else the worst case.
-
-        Args:
-            tokens: the number of tokens on one rank.
-            top_k: K, the number of experts of a token.
-        """
-        return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
 
     def is_hierarchical(self, top_k: int) -> bool:
         """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
@@ -169,15 +155,32 @@ class ExpertParallel:
             fetch=self._kind(self.fetch, self.domain),
         )
 
-    def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
-        """Return the exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
-        return self._exchange(axes, sizes, self.exchange)
+    def token_exchanges(self, num_tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
+        """Return the exchanges of tokens, one for each hop, and the number of rows that a rank computes.
 
-    def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
-        """Return the exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
-        return self._exchange(self.domain, sizes, self.fetch)
+        Args:
+            num_tokens: the number of tokens on one rank.
+            top_k: K, the number of experts of a token.
+        """
+        sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)
+        if not self.is_hierarchical(top_k):
+            return (self._exchange(self.exchange, RANKS, sizes.flat),), sizes.rows
+        assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
+        between = self._exchange(self.exchange, (NODE,), sizes.node)
+        return (between, self._exchange(self.exchange, (LOCAL,), sizes.local)), sizes.rows
 
-    def _exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
+    def replica_exchange(self) -> tuple[Exchange, int]:
+        """Return the exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
+        slots = self.topology.replica_slots
+        replicas = self.topology.num_ranks * slots
+        experts = min(replicas, self.topology.held_slots)
+        if self.capacities is not None:
+            replicas, experts = self.capacities.export_copies, self.capacities.exports
+        sizes = ExchangeSizes(pair=slots, own=0, send=max(replicas, 1), receive=slots)
+        exchange = self._exchange(self.fetch, self.domain, sizes)
+        return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
+
+    def _exchange(self, kind: str, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         return Exchange(kind=self._kind(kind, axes), axes=axes, ranks=ranks, sizes=sizes)
 
@@ -216,15 +219,15 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
         parallel: the execution settings.
 
     Raises:
-        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.rows``.
+        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.num_rows``.
     """
-    if parallel.rows is not None and (array.ndim < 1 or array.shape[0] % parallel.rows):
+    if parallel.num_rows is not None and (array.ndim < 1 or array.shape[0] % parallel.num_rows):
         raise ValueError(
-            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.rows} rows per micro-batch:"
-            " pass one whole micro-batch of PreparedBatch.to_ranks"
+            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.num_rows} rows per"
+            " micro-batch: pass one whole micro-batch of PreparedBatch.to_ranks"
         )
     if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
-        ranks = " x ".join(map(str, (*parallel.copies, *parallel.ranks)))
+        ranks = " x ".join(map(str, (*parallel.data_shape, *parallel.ranks)))
         raise ValueError(
             f"{name}: expected [B, ...] with B a multiple of {parallel.num_ranks} ranks ({ranks}), found shape"
             f" {tuple(array.shape)}"
@@ -232,7 +235,7 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
 
 
 def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
-    """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
+    """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all groups.
 
     Raises:
         ValueError: if ``plan`` is not a `LayerPlan`, or an array has a different shape.
@@ -242,7 +245,7 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
             f"plan: expected a PreparedLayer or a LayerPlan, found {type(plan).__name__}: take layer i of stacked"
             " prepared layers with layers.layer(i), not with layers[i]"
         )
-    topology, lead = parallel.topology, parallel.copies
+    topology, lead = parallel.topology, parallel.data_shape
     slots = (*lead, *parallel.ranks, topology.slots)
     for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):
         if shape != slots:

@@ -21,13 +21,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan
-from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
-from relibra_jax.execution.exchange import Exchange
-from relibra_jax.execution.fetch_tables import FetchTables, make_fetch, travels_in_pieces
+from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
+from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
-from relibra_jax.routing.sizes import ExchangeSizes
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
 
@@ -50,7 +48,7 @@ class TokenTables(NamedTuple):
     dispatch: Dispatch | NodeDispatch
     """The dispatch tables, flat or hierarchical."""
     valid: Bool[jax.Array, "*stack"]
-    """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a copy of the
+    """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a
     group."""
     check: RowCheck | None
     """The expected rows; None without ``check_rows``."""
@@ -59,14 +57,14 @@ class TokenTables(NamedTuple):
 class PreparedLayer(NamedTuple):
     """The tables of one layer of one micro-batch, or a stack of them, for `fetch_replicas` and `moe_layer`.
 
-    Tables are arrays over the ranks, ``[*stack, *copies, N, G, ...]``: each rank holds its own part.
+    Tables are arrays over the ranks, ``[*stack, *data, N, G, ...]``: each rank holds its own part.
     """
 
     home: Int[Array, "*stack E"]
-    """Flat home slot of each expert in the plan, ``[*stack, *copies, E]``."""
-    fetch: FetchTables | None
+    """Flat home slot of each expert in the plan, ``[*stack, *data, E]``."""
+    fetch_tables: FetchTables | None
     """The tables of the replica fetch; None without replica slots."""
-    tokens: TokenTables | None
+    token_tables: TokenTables | None
     """The tables for tokens; None if only replicas were prepared."""
     residents: Float[Array, "*stack N G B three D F"] | None = None
     """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axis of
@@ -85,7 +83,7 @@ def prepare_layer(
     Args:
         expert_ids: the logical experts of each token, ``[B, *tokens, K]``, sharded over the ranks along the first axis;
             EMPTY on padding, which no expert computes.
-        plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the function counts the
+        plan: the plan of this layer and micro-batch, ``[*data, ...]``. If its load is None, the function counts the
             load of the tokens (one small all-gather) and refits the quotas to it.
         parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
 
@@ -100,7 +98,7 @@ def prepare_layer(
     check_tokens("expert_ids", expert_ids, parallel)
     _check_ids(expert_ids, parallel.topology.num_experts)
     parallel.print_choices(expert_ids.shape[-1])
-    copy = (0,) * len(parallel.copies_over)
+    group = (0,) * len(parallel.data_axes)
 
     @functools.partial(
         jax.shard_map,
@@ -110,7 +108,7 @@ def prepare_layer(
     )
     def on_rank(expert_ids, plan):
         with jax.named_scope("prepare_layer"):
-            plan = jax.tree.map(lambda leaf: leaf[copy], plan)
+            plan = jax.tree.map(lambda leaf: leaf[group], plan)
             ids = expert_ids.reshape(-1, expert_ids.shape[-1]).astype(jnp.int32)
             return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
 
@@ -123,13 +121,13 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
     check_layer_plan(plan, parallel)
     if not parallel.topology.replica_slots:
         return PreparedLayer(plan.home, None, None)
-    copy = (0,) * len(parallel.copies_over)
+    group = (0,) * len(parallel.data_axes)
 
     @functools.partial(
         jax.shard_map, mesh=parallel.mesh, in_specs=parallel.plan_spec, out_specs=parallel.rank_spec
     )
     def on_rank(plan):
-        plan = jax.tree.map(lambda leaf: leaf[copy], plan)
+        plan = jax.tree.map(lambda leaf: leaf[group], plan)
         return _over_ranks(_fetch_on_rank(plan, parallel), parallel)
 
     return PreparedLayer(plan.home, on_rank(plan), None)
@@ -144,7 +142,7 @@ def prepare_layers(
     Args:
         expert_ids: the experts of every micro-batch's tokens, ``[M, B, *tokens, L, K]``, sharded over the ranks along
             the second axis; EMPTY on padding.
-        plans: the layer plans, stacked ``[M, L, *copies]``, with their load.
+        plans: the layer plans, stacked ``[M, L, *data]``, with their load.
         parallel: the mesh, topology, buffer sizes and exchanges with which the layers execute the plans.
 
     Returns:
@@ -162,38 +160,10 @@ def prepare_layers(
     return jax.lax.map(micro_batch, (expert_ids, plans))
 
 
-def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
-    """Return the exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
-    topology, sizes = parallel.topology, parallel.capacities
-    slots = topology.replica_slots
-    copies = topology.num_ranks * slots
-    experts = min(copies, topology.held_slots)
-    if sizes is not None:
-        copies, experts = sizes.export_copies, sizes.exports
-    exchange = parallel.replica_exchange(ExchangeSizes(pair=slots, own=0, send=max(copies, 1), receive=slots))
-    return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
-
-
-def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
-    """Return the exchanges of tokens, one for each hop, and the number of rows that a rank computes.
-
-    Args:
-        parallel: the mesh, topology, buffer sizes and exchanges of the layer.
-        tokens: the number of tokens on one rank.
-        top_k: K, the number of experts of a token.
-    """
-    sizes = parallel.sizes(tokens, top_k)
-    if not parallel.is_hierarchical(top_k):
-        return (parallel.token_exchange(RANKS, sizes.flat),), sizes.rows
-    assert sizes.node is not None, "ExpertParallel rejects a hierarchical path without node sizes"
-    hops = parallel.token_exchange((NODE,), sizes.node), parallel.token_exchange((LOCAL,), sizes.local)
-    return hops, sizes.rows
-
-
 def _prepare_on_rank(
     ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
 ) -> tuple[FetchTables | None, TokenTables]:
-    """Return the tables of one rank, from ``ids[t, K]`` and the plan of its copy of the group."""
+    """Return the tables of one rank, from ``ids[t, K]`` and the plan of its group."""
     topology = parallel.topology
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     rank_load = _histogram(ids, topology.num_experts)
@@ -205,7 +175,7 @@ def _prepare_on_rank(
     # With an invalid plan no row moves.
     sent = jnp.where(plan_valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
-    hops, rows = token_exchanges(parallel, *ids.shape)
+    hops, rows = parallel.token_exchanges(*ids.shape)
     dispatch: Dispatch | NodeDispatch
     if len(hops) == 1:
         slots = slot_expert.reshape(topology.num_ranks, -1)
@@ -227,14 +197,14 @@ def _prepare_on_rank(
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
-    exchange, exports = replica_exchange(parallel)
+    exchange, exports = parallel.replica_exchange()
     return make_fetch(plan, exchange, exports, parallel.topology, across_nodes=parallel.across_nodes)
 
 
 def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
-    """Reshape one rank's tables to its part ``[*copies, 1, 1, ...]`` of arrays over the ranks."""
-    lead = (1,) * (len(parallel.copies_over) + 2)
-    axes = (*parallel.copies_over, *RANKS)
+    """Reshape one rank's tables to its part ``[*data, 1, 1, ...]`` of arrays over the ranks."""
+    lead = (1,) * (len(parallel.data_axes) + 2)
+    axes = (*parallel.data_axes, *RANKS)
     return jax.tree.map(lambda leaf: vary_over(leaf, axes).reshape(*lead, *leaf.shape), tables)
 
 

@@ -1,33 +1,61 @@
-"""The replicas of one layer in one micro-batch, which exist from before attention to the end of the layer.
+"""The replicas of one layer in one micro-batch, fetched from the ranks with their experts beside attention.
 
-`relibra_jax.execution.replica_exchange` has the exchange, and explains why it depends on the layer's input.
+At the start of the layer each rank *packs* its exports, its experts that other ranks need, and *pushes* them while
+attention computes. The push does not depend on attention. A barrier makes it depend on the layer's input, so that the
+push of at most one layer runs ahead. A rank moves and stores its R slots, not all experts of its node. The transpose
+returns the gradients of the replicas to the ranks of their experts, and adds them there to the experts' gradients, in a
+fixed order and without a second buffer of that size. For this reason the experts themselves are inputs and outputs of
+the fetch.
+
+There are three kinds of fetch:
+
+- ``padded``: every exported expert leaves its rank once, in pieces (`relibra_jax.execution.expert_pieces`). A rank
+  sends about its exports plus R experts, however hot one of them is.
+- ``ragged``, and ``emulated`` for tests: an exchange of packed exports (`relibra_jax.execution.exchange`).
+- ``remote``: a kernel reads the R experts from the exports in the memory of the other ranks on the node
+  (`pallas_kernels.hopper.pull_kernel`). The gradients return in pieces, as for ``padded``. It is unproven: it compiles
+  for H100, but its results on hardware have not been checked. Tests cover its tables through ``remote_emulated``, which
+  gathers all exports on every rank. See docs/guides/gpu-fetch.md.
+
+With `jax.checkpoint` the backward pass fetches the replicas again instead of keeping them in memory.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from relibra_jax.contract.types import Array, Topology, check_shape
-from relibra_jax.execution.mesh import RANKS, vary_over
+from pallas_kernels.pull_rows import pull_rows
+from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
+from relibra_jax.execution.exchange import Exchange, send
+from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
+from relibra_jax.execution.fetch_tables import FetchTables
+from relibra_jax.execution.gather import gather_rows
+from relibra_jax.execution.mesh import LOCAL, RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.prepared_layer import PreparedLayer, replica_exchange
-from relibra_jax.execution.replica_exchange import fetch
+from relibra_jax.execution.prepared_layer import PreparedLayer
+
+IMPLEMENTATIONS: Final = {"remote": "mosaic", "remote_emulated": "xla"}
+"""The implementation of `pallas_kernels.pull_rows` for each kind of fetch that pulls."""
+
+type ExpertBuffers = tuple[jax.Array, ...]
+"""The experts that a rank holds for the whole batch: its home experts, then its residents if there are any."""
 
 
 class LayerExperts(NamedTuple):
     """The experts that the ranks hold while a layer runs, all in one dtype, as `fetch_replicas` returns them."""
 
     home: Float[Array, "*ranks H three D F"]
-    """Home experts ``[*copies, N, G, H, 3, D, F]``: gate, up and down transposed."""
+    """Home experts ``[*data, N, G, H, 3, D, F]``: gate, up and down transposed."""
     residents: Float[Array, "*ranks B three D F"] | None
-    """Residents ``[*copies, N, G, B, 3, D, F]``; None if there are no resident slots."""
+    """Residents ``[*data, N, G, B, 3, D, F]``; None if there are no resident slots."""
     replicas: Float[Array, "*ranks R three D F"] | None
-    """Replicas ``[*copies, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
+    """Replicas ``[*data, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
 
 
 def fetch_replicas(
@@ -62,7 +90,7 @@ def fetch_replicas(
     check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
     check_tokens("x", x, parallel)
     residents = _check_layer_residents(layer.residents, experts, parallel)
-    rank, lead = parallel.rank_spec, (1,) * (len(parallel.copies_over) + 2)
+    rank, lead = parallel.rank_spec, (1,) * (len(parallel.data_axes) + 2)
     place = (0,) * len(lead)
     has_replicas = topology.replica_slots > 0
     out = LayerExperts(rank, None if residents is None else rank, rank if has_replicas else None)  # type: ignore[arg-type]
@@ -79,13 +107,13 @@ def fetch_replicas(
         out_specs=(out, parallel.token_spec),
     )
     def on_rank(experts, residents, tables, x):
-        # The copies of the group share homes and residents, so JAX must sum their gradients over the copies.
+        # The groups share homes and residents, so JAX must sum their gradients over the groups.
         rank_experts = [experts[0, 0]] if residents is None else [experts[0, 0], residents[place]]
-        buffers = tuple(vary_over(buffer, parallel.copies_over) for buffer in rank_experts)
+        buffers = tuple(vary_over(buffer, parallel.data_axes) for buffer in rank_experts)
         replicas = None
         if has_replicas:
             tables = jax.tree.map(lambda leaf: leaf[place], tables)
-            exchange, _ = replica_exchange(parallel)
+            exchange, _ = parallel.replica_exchange()
             buffers, replicas, x = fetch(buffers, tables, x, exchange)
             x = x * one_or_nan(tables.fits, x)
         buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
@@ -93,17 +121,17 @@ def fetch_replicas(
             replicas = replicas.reshape(*lead, *replicas.shape)
         return LayerExperts(buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
 
-    return on_rank(experts, residents, layer.fetch, x)
+    return on_rank(experts, residents, layer.fetch_tables, x)
 
 
 def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
-    """Return the sharding spec of one layer's residents ``[*copies, N, G, B, ...]``.
+    """Return the sharding spec of one layer's residents ``[*data, N, G, B, ...]``.
 
-    They are sharded over the ranks, and over the axes of copies that have separate residents.
+    They are sharded over the ranks, and over the data axes whose groups have residents of their own.
     """
     names = (
         axis if size == parallel.mesh.shape[axis] else None
-        for axis, size in zip(parallel.copies_over, shape, strict=False)
+        for axis, size in zip(parallel.data_axes, shape, strict=False)
     )
     return PartitionSpec(*names, *RANKS)
 
@@ -127,12 +155,119 @@ def _check_layer_residents(residents: Any, experts: Any, parallel: ExpertParalle
             f"the layer has residents of shape {tuple(residents.shape)}, but the topology has resident_slots=0: use the"
             " topology for which they were pushed"
         )
-    copies = residents.shape[: len(parallel.copies_over)]
-    for axis, size in zip(parallel.copies_over, copies, strict=True):
+    groups = residents.shape[: len(parallel.data_axes)]
+    for axis, size in zip(parallel.data_axes, groups, strict=True):
         if size not in (1, parallel.mesh.shape[axis]):
             raise ValueError(
-                f"residents have {size} copies along {axis!r}, but the mesh has {parallel.mesh.shape[axis]}"
+                f"residents have {size} groups along {axis!r}, but the mesh has {parallel.mesh.shape[axis]}"
             )
     slots = (*parallel.ranks, topology.resident_slots)
-    check_shape("residents", residents.shape, (*copies, *slots, *np.shape(experts)[-3:]))
+    check_shape("residents", residents.shape, (*groups, *slots, *np.shape(experts)[-3:]))
     return residents
+
+
+def fetch(
+    buffers: ExpertBuffers, tables: FetchTables, x: jax.Array, exchange: Exchange
+) -> tuple[ExpertBuffers, Float[jax.Array, "R ..."], jax.Array]:
+    """Fetch the replicas of this rank.
+
+    Args:
+        buffers: the buffers of this rank's experts: ``[H, ...]`` home experts, and optionally ``[B, ...]`` residents.
+        tables: the tables of the fetch.
+        x: the layer's input.
+        exchange: the exchange of exported experts between the ranks of the domain.
+
+    Returns:
+        ``(buffers, replicas, x)``: the experts' buffers and the layer's input, which the caller must use from here on,
+        and the replicas with zeros in empty slots.
+    """
+    with jax.named_scope("replica_fetch"):
+        buffers, exports, x = _pack(buffers, tables.exports, x)
+        if tables.remote is not None:
+            return buffers, _pull(exports, tables, exchange), x
+        if tables.lanes is not None:
+            return (
+                buffers,
+                gather_rows(send(exports, tables.lanes, exchange), tables.source, tables.places),
+                x,
+            )
+        return buffers, _send_pieces(exports, tables, exchange), x
+
+
+def _send_pieces(exports, tables, exchange):
+    """Fetch the replicas of this rank from the exports of all ranks, in pieces."""
+    pieces = scatter_pieces(exports, exchange.axes, exchange.ranks)
+    pieces = gather_rows(pieces, tables.source, tables.places)
+    return assemble(pieces, exchange.axes, exchange.ranks, exports.shape[1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _pull(exports, tables, exchange):
+    """Pull the replicas of this rank from the exports of all ranks.
+
+    The kernel reads packed exports and not the experts themselves. In a scanned stack the experts are a slice of
+    stacked parameters, and XLA would fuse slice and kernel. A kernel inside such a fusion may get the addresses of
+    buffers other than its own (docs/guides/gpu-fetch.md).
+    """
+    rank, row = tables.remote
+    return pull_rows(rank, row, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])
+
+
+def _return_pulled(exchange, tables, d_replicas):
+    """Return the gradients of pulled replicas to the exports, in pieces: the transpose of the padded fetch."""
+    exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
+    exports = vary_over(exports, varying_axes(d_replicas))
+    _, send_back = jax.vjp(lambda exports: _send_pieces(exports, tables, exchange), exports)
+    return *send_back(d_replicas), None
+
+
+_pull.defvjp(lambda exports, tables, exchange: (_pull(exports, tables, exchange), tables), _return_pulled)
+
+
+@jax.custom_vjp
+def _pack(buffers, slot, x):
+    """Copy the experts in the slots ``slot`` (zeros for EMPTY), and return ``(buffers, exports, x)``.
+
+    Barriers make the copies wait for ``x``, and the returned ``x`` wait for the copies. The experts themselves pass no
+    barrier, so that kernels read them directly from the parameters.
+    """
+    slot, x = jax.lax.optimization_barrier((slot, x))
+    exports = sum(
+        experts.at[jnp.where(in_buffer, index, len(experts))].get(mode="fill", fill_value=0)
+        for experts, index, in_buffer in _in_buffers(buffers, slot)
+    )
+    exports, x = jax.lax.optimization_barrier((exports, x))
+    return buffers, exports, x
+
+
+def _unpack(slot, cotangents):
+    """Add the gradients of the copies to those of the experts, one by one and in place.
+
+    A barrier makes the backward pass of the layer below wait for this.
+    """
+    d_buffers, d_exports, d_x = cotangents
+    d_exports, d_x = jax.lax.optimization_barrier((d_exports, d_x))
+
+    def add_to(d_experts, index, in_buffer):
+        def add(copy, d_experts):
+            place = jnp.where(in_buffer[copy], index[copy], 0)
+            d_copy = jnp.where(in_buffer[copy], d_exports[copy], 0)
+            return jax.lax.dynamic_update_index_in_dim(d_experts, d_experts[place] + d_copy, place, 0)
+
+        return jax.lax.fori_loop(0, len(slot), add, d_experts)
+
+    d_buffers = tuple(add_to(*buffer) for buffer in _in_buffers(d_buffers, slot))
+    d_buffers, d_x = jax.lax.optimization_barrier((d_buffers, d_x))
+    return d_buffers, None, d_x
+
+
+def _in_buffers(buffers, slot):
+    """Iterate over the buffers: each with the index of every slot in it, and whether the slot is in this buffer."""
+    first = 0
+    for experts in buffers:
+        index = slot - first
+        yield experts, index, (slot != EMPTY) & (index >= 0) & (index < len(experts))
+        first += len(experts)
+
+
+_pack.defvjp(lambda buffers, slot, x: (_pack(buffers, slot, x), slot), _unpack)

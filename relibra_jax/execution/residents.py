@@ -11,8 +11,8 @@ slow network once per update instead of once per micro-batch, and so does the su
 `relibra_jax.routing.resident_push` describes the route of a push. `return_gradients` is the push transposed by JAX, in
 the dtype of the accumulated gradients. Residents have no optimizer state, and checkpoints do not contain them.
 
-Residents are sharded along an FSDP axis like homes. Along data-parallel axes every copy of the group has separate
-residents, so that their gradients are summed over the copies only once per update, when they return.
+Residents are sharded along an FSDP axis like homes. Along the data axes every group has residents
+of its own, so that their gradients are summed over the groups only once per update, when they return.
 """
 
 import functools
@@ -27,10 +27,10 @@ from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import Array, Plan, Topology, check_shape
+from relibra_jax.execution.expert_pieces import exchange_residents, in_chunks
 from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.resident_exchange import exchange_residents, in_chunks
 from relibra_jax.routing.resident_push import PushSizes, push_fits, push_tables
 
 CHUNK_BYTES: Final = 1 << 30
@@ -43,7 +43,7 @@ class Residents(NamedTuple):
     `check_residents` rejects outdated ones.
     """
 
-    weights: Float[Array, "L *copies N G B three D F"]
+    weights: Float[Array, "L *data N G B three D F"]
     """The weights in the resident slots, as `push_residents` returns them."""
     step: Int[Array, ""]
     """The optimizer's step number at the time of the push."""
@@ -90,7 +90,7 @@ def push_residents(
     dtype: DTypeLike | None = None,
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Float[jax.Array, "L *copies N G B three D F"]:
+) -> Float[jax.Array, "L *data N G B three D F"]:
     """Copy experts from their homes to the resident slots of the plan, for all layers. Works under jit.
 
     Args:
@@ -105,7 +105,7 @@ def push_residents(
             columns of every expert.
 
     Returns:
-        The weights in the resident slots, with zeros in empty slots, one entry for each data-parallel copy. They are
+        The weights in the resident slots, with zeros in empty slots, one entry for each group. They are
         sharded over the ranks, and along D over the FSDP axis. They are NaN if the push does not fit the buffers.
 
     Raises:
@@ -139,14 +139,14 @@ def push_residents(
             weights = in_chunks(fill, weights, weights.shape[-1], width)
         fits = push_fits(home, resident, parallel.topology, shapes.sizes)
         weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
-        return vary_over(weights, shapes.copied_over)
+        return vary_over(weights, shapes.summed_axes)
 
     with jax.named_scope("push_residents"):
         return on_rank(leaves, jnp.asarray(plan.home), resident_experts(plan, parallel.topology))
 
 
 def return_gradients(
-    gradients: Float[Array, "L *copies N G B three D F"],
+    gradients: Float[Array, "L *data N G B three D F"],
     totals: PyTree,
     plan: Plan,
     parallel: ExpertParallel,
@@ -154,7 +154,7 @@ def return_gradients(
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PyTree:
-    """Send the gradients of residents, summed over all copies of the group, to their experts' homes and add them there.
+    """Send the gradients of residents, summed over all groups, to their experts' homes and add them there.
 
     This is the transpose of `push_residents`, in the dtype of ``gradients``. It works under jit, and in the memory of
     ``totals`` if the caller does not use them again.
@@ -197,8 +197,8 @@ def return_gradients(
 
         def fill(start, width, totals):
             arrived = jax.lax.dynamic_slice_in_dim(gradients, start, width, -1)
-            if shapes.copied_over:
-                arrived = jax.lax.psum(arrived, shapes.copied_over)
+            if shapes.summed_axes:
+                arrived = jax.lax.psum(arrived, shapes.summed_axes)
             homes = jnp.zeros((shapes.homes, *arrived.shape[1:]), arrived.dtype)
             _, transposed = jax.vjp(push, vary_over(homes, varying_axes(arrived)))
             return [
@@ -230,7 +230,7 @@ class _Shapes:
     """Shapes and shardings of a push."""
 
     def __init__(self, leaves: list[Any], plan: Plan, parallel: ExpertParallel, fsdp_axis: str | None):
-        topology, axes = parallel.topology, parallel.copies_over
+        topology, axes = parallel.topology, parallel.data_axes
         if not topology.resident_slots:
             raise ValueError(
                 "resident_slots=0: there are no residents to push; plan with resident slots, or do not push residents"
@@ -248,11 +248,11 @@ class _Shapes:
             raise ValueError(f"experts has {layers} layers, but plan has {len(plan.home)}")
         self.homes, self.slots = layers * topology.home_slots, layers * topology.resident_slots
         self.sizes = _push_sizes(parallel, self.homes, self.slots)
-        self.copied_over = tuple(axis for axis in axes if axis != fsdp_axis)
-        copies = tuple(parallel.mesh.shape[axis] if axis in self.copied_over else 1 for axis in axes)
-        self.resident = (layers, *copies, *parallel.ranks, topology.resident_slots, *matrices)
+        self.summed_axes = tuple(axis for axis in axes if axis != fsdp_axis)
+        groups = tuple(parallel.mesh.shape[axis] if axis in self.summed_axes else 1 for axis in axes)
+        self.resident = (layers, *groups, *parallel.ranks, topology.resident_slots, *matrices)
         self.on_rank = (layers, *(1,) * len(axes), 1, 1, topology.resident_slots)
-        names = (axis if axis in self.copied_over else None for axis in axes)
+        names = (axis if axis in self.summed_axes else None for axis in axes)
         self.resident_spec = PartitionSpec(None, *names, *RANKS, None, None, fsdp_axis)
         self.expert_specs = [
             PartitionSpec(*(None for _ in lead), *RANKS, None, None, fsdp_axis) for lead in self._lead

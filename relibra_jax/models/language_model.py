@@ -36,7 +36,7 @@ class ModelOutput(NamedTuple):
     router_logits: Float[Array, "B T L E"]
     """The float32 logits of the live routers, for `relibra_jax.execution.gating.balance_loss` and for counting the
     tokens whose live routing differs from the replay."""
-    slot_rows: Int[Array, "L *copies N G S"]
+    slot_rows: Int[Array, "L *data N G S"]
     """The number of rows that each slot computed."""
     hidden: Float[Array, "B T D"]
     """The final hidden states, in the dtype of the computation: the input of the output head and of a critic's head."""

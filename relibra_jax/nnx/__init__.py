@@ -1,6 +1,7 @@
 """The Flax interface: a mixture-of-experts layer that executes plans, and a balancer that prepares every batch.
 
-    balancer = Balancer(relibra(), topology, mesh=mesh, num_layers=4, num_micro_batches=2, key=key)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    balancer = Balancer(relibra(), parallel, num_layers=4, num_micro_batches=2, key=key)
     for replay, samples in batches:
         batch = balancer.prepare(model, optimizer, replay)  # plans, moves experts, sizes buffers
         train_step(model, optimizer, batch, batch.to_ranks(samples))
@@ -16,11 +17,12 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
-from relibra_jax.nnx.executed import check_executed
+from relibra_jax.nnx.batch_rows import RowPacking
+from relibra_jax.nnx.checks import check_executed
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
-from relibra_jax.nnx.prepared import PreparedBatch, RowPacking
+from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
 

@@ -3,99 +3,106 @@
 A batch is everything between two placements. `Balancer.prepare` begins a batch. It assigns the samples to micro-batches
 and ranks, places and replicates the experts, checks the plan, sizes the buffers, and moves the experts with their
 optimizer state. The caller then runs its own training loop. The pure functions behind it are public:
-`relibra_jax.planning.plan_stages.plan_stages`, `relibra_jax.contract.check.check_plan`,
-`relibra_jax.routing.sizes.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
+`relibra_jax.plan_batch`, `relibra_jax.check_plan`, `relibra_jax.routing.sizes.count_capacities`,
+`relibra_jax.nnx.reorder_experts`.
 """
 
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import Bool, Int, Integer, PRNGKeyArray
+from jaxtyping import Bool, PRNGKeyArray, PyTree
 
 from relibra_jax.contract.check import check_homes
-from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import Placement, Planner
-from relibra_jax.contract.types import Array, BatchPlan, RoutingReplay, Topology, check_shape
-from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
+from relibra_jax.cost.cost_model import ROWS, CostModel
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
-from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
-from relibra_jax.nnx.batch_order import BatchOrder
-from relibra_jax.nnx.derived_cost import BALANCE, check_cost, derive_cost, resolve_cost
-from relibra_jax.nnx.finite import check_finite
+from relibra_jax.nnx.balancer_state import (
+    BalancerState,
+    BatchSizes,
+    check_state,
+    count_sizes,
+    first_sizes,
+    restored_leaf,
+    saved_leaf,
+    stage_shape,
+)
+from relibra_jax.nnx.batch_rows import batch_rows
+from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model_homes, check_replay_layers
+from relibra_jax.nnx.derived_cost import check_cost, derive_cost, resolve_cost, stage_prices
 from relibra_jax.nnx.homes import reorder_experts
-from relibra_jax.nnx.modelled_times import ModelledTimes, model_stage
-from relibra_jax.nnx.prepare_batch import live_stages, replayed_batch
-from relibra_jax.nnx.prepared import PreparedBatch
+from relibra_jax.nnx.modelled_times import model_stage
+from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import Search, make_search, plan_and_check, plan_unfinished
-from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
-from relibra_jax.planning.assignment import Assign, assign_samples
-from relibra_jax.routing.exchange_rules import AUTO
-from relibra_jax.routing.row_packing import pack_rows as lay_out_rows
+from relibra_jax.nnx.stage_plans import check_plans, count_on_host, host_device, plan_on_host
+from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
+from relibra_jax.planning.batch import Batch, fill_unfinished
+from relibra_jax.planning.plan_batch import Stage, stage_samples
+from relibra_jax.planning.rounds import shift_samples
+from relibra_jax.routing.row_packing import lay_out_rows
 from relibra_jax.routing.sizes import Capacities
+
+
+class _Planned(NamedTuple):
+    """A batch with its checked plans, on the host."""
+
+    replay: RoutingReplay
+    batch: Batch
+    stages: Sequence[Stage]
+    prices: Sequence[Price]
+    plans: Sequence[BatchPlan]
+    """The plan of each stage."""
+    state: PyTree
+    """The planner's state after the batch."""
+    next_key: PRNGKeyArray
+    seconds: float
 
 
 class Balancer:
     """The load balancer of a Flax model: it prepares every batch for the model's `relibra_jax.nnx.MoELayer` layers.
 
-    ``data_axes``, ``path``, ``exchange``, ``fetch``, ``implementation`` and ``check_rows`` are fields of
-    `ExpertParallel`, which describes them in full.
-
     Args:
         planner: the planner, for example `relibra_jax.relibra`.
-        topology: the expert-parallel group.
-        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Other
-            axes (data, FSDP) replicate the group.
+        parallel: the mesh, the topology and the exchanges with which the layers execute plans. Its ``capacities`` are
+            the initial buffer sizes for stages of every shape: sizes of an earlier run save the first batches from
+            compiling steps for smaller buffers.
         num_layers: L, the number of MoE layers of the model.
-        num_micro_batches: M, the number of micro-batches that each copy of the group runs for one gradient, for
+        num_micro_batches: M, the number of micro-batches that each data-parallel group runs for one gradient, for
             `prepare`.
         key: random key for the planner and the assignment, the same on all processes.
-        assign: the function that assigns samples to micro-batches and ranks. Pass the same object for every balancer
-            of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
-            order, or packed by length with ``pack_rows``.
-        across_nodes: whether the planner may put a replica on a different node than its expert's home.
-        capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
-            compiling steps for smaller buffers.
-        pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
-            where the sample lengths allow it (`relibra_jax.routing.row_packing`). With packed rows, samples must be
-            aligned to the left, the initial assignment packs them by length, and the model needs
-            `PreparedBatch.packing`.
-        data_axes: the other mesh axes over which tokens are split. None takes all of them.
-        path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
-        exchange: the kind of token exchange.
-        fetch: the kind of replica fetch.
-        implementation: the implementation of `pallas_kernels.grouped_mlp`.
-        check_rows: whether layers count the rows that reach their slots.
         cost: the price for which batches are planned, a `relibra_jax.cost.cost_model.CostModel`. Where it says
             ``auto``, it takes what layers run. None derives one from the first model that is prepared and from the
             kind of its devices (`relibra_jax.nnx.derived_cost.derive_cost`), with attention of the usual size, 4 D^2
             weights and heads of together D, and no output head. Give one if the model differs or trains with
             several updates. ``"balance"`` plans for balance instead of time, for ablations.
+        assign: the function that assigns samples to micro-batches and ranks. Pass the same object for every balancer
+            of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
+            order, or packed by length in packed rows.
+        rows: ``padded`` gives every sample a row of its own. ``packed`` puts several samples in a row, one after
+            another. Padding is then at most 5% of the positions where the sample lengths allow it
+            (`relibra_jax.routing.row_packing`). With packed rows, samples must be aligned to the left, and the model
+            needs `PreparedBatch.packing`.
 
     Raises:
-        ValueError: if the mesh does not fit the topology, a name is unknown, a number is below 1, or ``cost`` is fixed
-            to a path, exchange, layout of rows or number of copies that does not run.
+        ValueError: if a number is below 1, a name is unknown, or ``cost`` is fixed to a path, exchange, layout of rows
+            or number of groups that does not run.
 
     >>> import optax
-    >>> from relibra_jax import relibra
-    >>> from relibra_jax.execution import expert_mesh
-    >>> from relibra_jax.execution.gating import GATINGS
-    >>> from relibra_jax.nnx import MoELayer
+    >>> from relibra_jax import Topology, relibra
+    >>> from relibra_jax.nnx import GATINGS, MoELayer, expert_mesh
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
-    >>> mesh = expert_mesh(topology, devices=jax.devices()[:1])
+    >>> parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:1]), topology=topology)
     >>> model = MoELayer(topology, 8, 16, GATINGS["gpt-oss"], rngs=nnx.Rngs(0))
     >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    >>> options = {"num_layers": 1, "num_micro_batches": 2, "key": jax.random.key(0)}
-    >>> balancer = Balancer(relibra(), topology, mesh=mesh, **options)
+    >>> balancer = Balancer(relibra(), parallel, num_layers=1, num_micro_batches=2, key=jax.random.key(0))
     >>> ids = np.tile(np.arange(4, dtype=np.uint8), (6, 5, 1, 1))  # [B T L K]
     >>> batch = balancer.prepare(model, optimizer, RoutingReplay(ids, np.ones((6, 5), bool)))
     >>> batch.to_ranks(np.zeros((6, 5, 8))).shape, batch.parallel.capacities.rows
@@ -105,55 +112,35 @@ class Balancer:
     def __init__(
         self,
         planner: Planner,
-        topology: Topology,
+        parallel: ExpertParallel,
         *,
-        mesh: Mesh,
         num_layers: int,
         num_micro_batches: int,
         key: PRNGKeyArray,
-        assign: Assign | None = assign_samples,
-        across_nodes: bool = False,
-        capacities: Capacities | None = None,
-        pack_rows: bool = False,
-        data_axes: tuple[str, ...] | None = None,
-        path: str = AUTO,
-        exchange: str = AUTO,
-        fetch: str = AUTO,
-        implementation: str | None = None,
-        check_rows: bool = False,
         cost: CostModel | Literal["balance"] | None = None,
+        assign: Assign | None = assign_samples,
+        rows: str = "padded",
     ):
         if num_micro_batches < 1 or num_layers < 1:
             raise ValueError(
                 f"num_micro_batches={num_micro_batches} and num_layers={num_layers} must be at least 1"
             )
-        self.planner, self.topology, self.mesh, self.assign = planner, topology, mesh, assign
+        if rows not in ROWS:
+            raise ValueError(f"rows={rows!r} must be one of {', '.join(ROWS)}")
+        if not (cost is None or cost == "balance" or isinstance(cost, CostModel)):
+            raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
+        self.planner, self.parallel, self.assign, self.rows = planner, parallel, assign, rows
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
-        self._parallel = ExpertParallel(
-            mesh=mesh,
-            topology=topology,
-            data_axes=data_axes,
-            path=path,
-            exchange=exchange,
-            fetch=fetch,
-            across_nodes=across_nodes,
-            implementation=implementation,
-            check_rows=check_rows,
-        )
         planner_key, self._key = jax.random.split(key)
-        self._planner_state = planner.init(topology, num_layers, key=planner_key)
-        self._home = np.asarray(contiguous_homes(topology, num_layers))
-        self._first_capacities = capacities or zero_capacities(counts_visits=path != "flat")
+        self._planner_state = planner.init(parallel.topology, num_layers, key=planner_key)
+        self._home = np.asarray(contiguous_homes(parallel.topology, num_layers))
         self._capacities: dict[str, Capacities] = {}
-        self._pack_rows = pack_rows
         self._row_shapes: dict[str, tuple[int, int]] = {}
-        self._order = BatchOrder()
+        self._batch_number = 0
+        self._steps_before: int | None = None
         self._warm_start: Placement | None = None
-        self._for_balance, self._cost = cost == BALANCE, None
-        if isinstance(cost, CostModel):
-            self._cost = self._resolve(cost)
-        elif cost not in (None, BALANCE):
-            raise ValueError(f"cost={cost!r} must be a CostModel, {BALANCE!r}, or None to derive one")
+        self._for_balance = cost == "balance"
+        self._cost = resolve_cost(cost, parallel, rows=rows) if isinstance(cost, CostModel) else None
 
     @property
     def cost(self) -> CostModel | None:
@@ -167,8 +154,8 @@ class Balancer:
     @property
     def live(self) -> ExpertParallel:
         """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
-        topology = dataclasses.replace(self.topology, replica_slots=0, resident_slots=0)
-        return dataclasses.replace(self._parallel, topology=topology, capacities=None)
+        topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
+        return dataclasses.replace(self.parallel, topology=topology, capacities=None, num_rows=None)
 
     @property
     def state(self) -> BalancerState:
@@ -177,19 +164,18 @@ class Balancer:
         Raises:
             ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """
-        planner, key = jax.tree.map(to_host, (self._planner_state, self._key))
+        planner, key = jax.tree.map(saved_leaf, (self._planner_state, self._key))
         return BalancerState(planner, key, self._home, self._capacities)
 
     @state.setter
     def state(self, state: BalancerState) -> None:
-        check_state(self.state, state, self._first_capacities)
-        home = check_homes(state.home, self.topology.num_experts, "balancer state, home")
+        check_state(self.state, state, first_sizes(self.parallel))
+        home = check_homes(state.home, self.parallel.topology.num_experts, "balancer state, home")
         live = (self._planner_state, self._key)
-        self._planner_state, self._key = jax.tree.map(from_host, (state.planner, state.key), live)
+        self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
         self._home, self._capacities = home, state.capacities
-        self._order.begin(None)
-        self._order.discard()
-        self._warm_start = None
+        self._batch_number += 1
+        self.discard()
 
     def prepare(
         self,
@@ -219,14 +205,15 @@ class Balancer:
 
         Raises:
             ValueError: if the cost model has other sizes than the model's layers, the replay has a different number of
-                layers or experts than the model, the optimizer has
-                made no step since the previous batch was prepared, the model's homes differ from the balancer's, a
-                parameter is not finite, the processes computed different plans, or the plan breaks a rule. Nothing has
-                moved then.
+                layers or experts than the model, the optimizer has made no step since the previous batch was prepared,
+                the model's homes differ from the balancer's, a parameter is not finite, the processes computed
+                different plans, or the plan breaks a rule. Nothing has moved then.
         """
         (batch,) = self.prepare_stages(
-            *(model, optimizer, replay),
-            num_micro_batches=(self.num_micro_batches,),
+            model,
+            optimizer,
+            replay,
+            [Stage(self.num_micro_batches)],
             num_samples=num_samples,
             capacities=capacities,
         )
@@ -237,16 +224,15 @@ class Balancer:
         model: nnx.Module,
         optimizer: nnx.Optimizer | None,
         replay: RoutingReplay | None,
+        stages: Sequence[Stage],
         *,
-        num_micro_batches: Sequence[int],
-        samples: Sequence[range | None] | None = None,
         updates: Sequence[int] | None = None,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
     ) -> tuple[PreparedBatch, ...]:
         """Prepare a batch of several stages, such as a recompute of all samples and updates from parts of them.
 
-        One search plans all stages (`relibra_jax.planning.plan_stages.plan_stages`). Experts move once, to homes that
+        One search plans all stages (`relibra_jax.plan_batch`). Experts move once, to homes that
         all stages share, and all stages have the same residents. The caller may run the stages in any order and as
         often as it likes until it prepares the next batch, which requires one optimizer step from any stage: a loop may
         stop early. The weights of residents change with every optimizer step, so every update pushes them.
@@ -255,10 +241,9 @@ class Balancer:
             model: a module with L `MoELayer`, as for `prepare`.
             optimizer: the optimizer of the model, as for `prepare`.
             replay: the recorded routing of all samples of the batch, or None, as for `prepare`.
-            num_micro_batches: M of each stage in each copy of the group, in the order in which the stages run.
-            samples: a range of consecutive samples for each stage, where None is all samples:
-                ``(None, range(0, 16), range(16, 32))`` for a recompute of 32 samples and two updates. By default every
-                stage has all samples.
+            stages: the stages in the order in which they run, with the micro-batches of one data-parallel group:
+                ``[Stage(4), Stage(8, range(0, 16)), Stage(8, range(16, 32))]`` for a recompute of 32 samples and two
+                updates.
             updates: the number of optimizer updates of each stage, for the price: 0 for a recompute, which has only a
                 forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
             num_samples: B, the number of samples, for live routing only.
@@ -272,86 +257,47 @@ class Balancer:
             ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, if a stage has
                 fewer samples than micro-batches, or if ``updates`` does not have a number for each stage.
         """
-        self._price(model)
+        self._set_cost(model)
+        topology, mesh = self.parallel.topology, self.parallel.mesh
+        stages = self._over_groups(stages)
         if replay is None:
-            live = dataclasses.replace(self.live, capacities=capacities)
-            stages = live_stages(
-                live, num_samples=num_samples, num_micro_batches=num_micro_batches, samples=samples
-            )
-            put_on_mesh(model, optimizer, self.mesh)
-            return stages
-        if not isinstance(replay, RoutingReplay):
-            raise ValueError(
-                f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
-            )
+            live = self._live_stages(stages, num_samples, capacities)
+            put_on_mesh(model, optimizer, mesh)
+            return live
         if num_samples is not None or capacities is not None:
             raise ValueError(
                 "num_samples and capacities are for live routing: remove them, the replay determines both"
             )
-        check_model_homes(model, self._home)
-        self._order.check_stepped(optimizer)
-        check_finite(model)
-        with jax.profiler.TraceAnnotation("plan"):
-            start = time.perf_counter()
-            replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
-            check_replay_layers(replay, num_experts=self.topology.num_experts, num_layers=self.num_layers)
-            if self._pack_rows:
-                check_aligned_left(np.asarray(replay.mask))
-            key, assign_key = jax.random.split(self._key)
-            search = self._search(len(replay.mask), num_micro_batches, samples, updates)
-            planned = plan_and_check(
-                *(replay, self._planner_state, assign_key, search),
-                across_nodes=self._parallel.across_nodes,
-                warm_start=self._warm_start,
-            )
-            plans = planned.stages
-            plan_seconds = time.perf_counter() - start
+        self._check(model, optimizer, replay)
+        planned = self._plan_replay(replay, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
-            start = time.perf_counter()
-            visits = [count_visits(replay, plan, self._parallel) for plan in plans]
-            sizes = grow_sizes(self._capacities, self._first_capacities, plans, visits, self._parallel)
-            seconds = (plan_seconds, time.perf_counter() - start)
+            sizes = count_sizes(planned.replay, planned.plans, self._capacities, self.parallel)
         with jax.profiler.TraceAnnotation("migrate"):
-            model_times: list[Callable[[], ModelledTimes] | None] = [None] * len(plans)
-            if self._cost is not None:
-                model_times = [
-                    functools.partial(
-                        model_stage, plan, planned.counts, search, number, previous_home=self._home
-                    )
-                    for number, plan in enumerate(plans)
-                ]
-            stages = tuple(
-                self._replayed_stage(
-                    plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, stage_visits, times
-                )
-                for plan, stage_visits, times in zip(plans, visits, model_times, strict=True)
-            )
-            put_on_mesh(model, optimizer, self.mesh)
-            home = np.asarray(plans[0].plan.home)
-            reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
-        self._planner_state, self._key = planned.state, key
-        self._home, self._capacities, self._warm_start = home, sizes, None
-        check_in_force = self._order.begin(optimizer)
-        for stage in stages:
-            stage.check_in_force = check_in_force
-        return stages
+            prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
+            put_on_mesh(model, optimizer, mesh)
+            home = np.asarray(planned.plans[0].plan.home)
+            reorder_experts(model, optimizer, home, mesh=mesh, topology=topology)
+        self._planner_state, self._key = planned.state, planned.next_key
+        self._home, self._capacities, self._warm_start = home, sizes.capacities, None
+        self._batch_number += 1
+        if optimizer is not None:
+            self._steps_before = int(optimizer.step[...])
+        return prepared
 
     def discard(self) -> None:
         """Discard the last prepared batch and the result of `plan_ahead`.
 
         The next batch may then be prepared without an optimizer step in between.
         """
-        self._order.discard()
+        self._steps_before = None
         self._warm_start = None
 
     def plan_ahead(
         self,
-        sample_load: Integer[Array, "B L E"],
-        tokens: Integer[Array, " B"],
+        batch: Batch,
         finished: Bool[Array, " B"],
         *,
-        num_micro_batches: Sequence[int] | None = None,
-        samples: Sequence[range | None] | None = None,
+        stages: Sequence[Stage] | None = None,
         updates: Sequence[int] | None = None,
     ) -> None:
         """Search homes for the next batch while its rollout still runs, from the counts of the finished samples.
@@ -363,13 +309,11 @@ class Balancer:
         start. If there are several processes, every process must call it with the same counts.
 
         Args:
-            sample_load: token copies of each finished sample for each expert, from `relibra_jax.sample_counts` in
-                the rollout workers or from `relibra_jax.sample_load`. Entries of unfinished samples are not read.
-            tokens: the number of real tokens of each finished sample.
+            batch: the counts of the finished samples, from `relibra_jax.sample_counts` in the rollout workers or from
+                `relibra_jax.sample_load`. Entries of unfinished samples are not read.
             finished: True for samples that have finished. An unfinished sample counts like the nearest finished one
-                (`relibra_jax.planning.unfinished.fill_unfinished`).
-            num_micro_batches: M of each stage, for `prepare_stages`. By default that of `prepare`.
-            samples: the samples of each stage, as for `prepare_stages`.
+                (`relibra_jax.fill_unfinished`).
+            stages: the stages, as for `prepare_stages`. None takes the one stage of `prepare`.
             updates: the number of optimizer updates of each stage, as for `prepare_stages`. A cost model that is
                 derived is not known before the first batch, so the search is then for balance.
 
@@ -381,74 +325,151 @@ class Balancer:
             raise ValueError(
                 "plan_ahead: the planner has no `replicate`, so its search cannot start from given homes"
             )
-        shape = (len(tokens), self.num_layers, self.topology.num_experts)
-        check_shape("sample_load", sample_load.shape, shape)
+        topology = self.parallel.topology
+        shape = (len(batch.lengths), self.num_layers, topology.num_experts)
+        check_shape("sample_load", batch.sample_load.shape, shape)
         if not np.asarray(finished).any():
-            raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
-        numbers = num_micro_batches or (self.num_micro_batches,)
-        search = self._search(len(tokens), numbers, samples, updates)
+            raise ValueError(f"plan_ahead: none of {len(batch.lengths)} samples has finished")
+        stages = self._over_groups(stages or [Stage(self.num_micro_batches)])
         key = jax.random.split(self._key, 3)[2]
-        batch_number = self._order.number
+        batch_number = self._batch_number
         with jax.profiler.TraceAnnotation("plan_ahead"):
-            placement = plan_unfinished(*(sample_load, tokens, finished), self._planner_state, key, search)
-        if self._order.number == batch_number:
-            self._warm_start = placement
+            filled = fill_unfinished(*jax.device_put((batch, finished), host_device()))
+            (plan, *_), _ = plan_on_host(
+                filled,
+                self.planner,
+                self._planner_state,
+                topology,
+                stages=stages,
+                prices=self._prices(len(stages), updates),
+                assign=self.assign,
+                key=key,
+            )
+            residents = jax.device_get(resident_experts(plan.plan, topology))
+        if self._batch_number == batch_number:
+            self._warm_start = Placement(plan.plan.home, residents)
 
-    def _resolve(self, cost: CostModel) -> CostModel:
-        """Return a cost model for what layers run, which depends on whether buffer sizes count crossings."""
-        parallel = dataclasses.replace(self._parallel, capacities=self._first_capacities)
-        return resolve_cost(cost, parallel, pack_rows=self._pack_rows)
-
-    def _price(self, model: nnx.Module) -> None:
+    def _set_cost(self, model: nnx.Module) -> None:
         """Derive the cost model from the first model, or check that it has the model's sizes."""
         if self._for_balance:
             return
         if self._cost is None:
-            derived = derive_cost(model, num_layers=self.num_layers, mesh=self.mesh)
-            self._cost = self._resolve(derived)
+            derived = derive_cost(model, num_layers=self.num_layers, mesh=self.parallel.mesh)
+            self._cost = resolve_cost(derived, self.parallel, rows=self.rows)
         check_cost(self._cost, model, num_layers=self.num_layers)
 
-    def _search(
-        self,
-        num_samples: int,
-        num_micro_batches: Sequence[int],
-        samples: Sequence[range | None] | None,
-        updates: Sequence[int] | None,
-    ) -> Search:
-        """Return the settings of the search for the plans of some stages."""
-        return make_search(
-            *(self.planner, self.topology, self.assign, self._cost),
-            num_samples=num_samples,
-            num_micro_batches=num_micro_batches,
-            copies=math.prod(self._parallel.copies),
-            samples=samples,
-            updates=updates,
-            pack_rows=self._pack_rows,
+    def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay) -> None:
+        """Raise ValueError unless a batch may be prepared now."""
+        if not isinstance(replay, RoutingReplay):
+            raise ValueError(
+                f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
+            )
+        check_model_homes(model, self._home)
+        if optimizer is not None and self._steps_before == int(optimizer.step[...]):
+            raise ValueError(
+                f"the optimizer has made no step since the previous batch was prepared (it is still at step"
+                f" {self._steps_before}): prepare all samples of an update in one batch, or call Balancer.discard()"
+                " to discard the previous batch"
+            )
+        check_finite(model)
+
+    def _check_current(self, number: int) -> None:
+        """Raise ValueError unless batch ``number`` is the current one."""
+        if number != self._batch_number:
+            raise ValueError(
+                f"this is batch {number} of its balancer, which has already moved the experts for batch"
+                f" {self._batch_number}: run all steps of a batch before you prepare the next one"
+            )
+
+    def _over_groups(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """Return the stages with the micro-batches of all data-parallel groups."""
+        groups = math.prod(self.parallel.data_shape)
+        return tuple(
+            dataclasses.replace(stage, num_micro_batches=groups * stage.num_micro_batches) for stage in stages
         )
 
-    def _replayed_stage(
-        self,
-        plan: BatchPlan,
-        sizes: Capacities,
-        replay: RoutingReplay,
-        seconds: tuple[float, float],
-        visits: Int[np.ndarray, "M L P N"] | None,
-        model_times: Callable[[], ModelledTimes] | None,
-    ) -> PreparedBatch:
-        plan_on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
-        layout, rows = None, plan.assignment.sample[0].size
-        if self._pack_rows:
-            shape = stage_shape(plan, self._parallel)
-            layout = lay_out_rows(plan.assignment, replay.mask.sum(1), shape=self._row_shapes.get(shape))
+    def _prices(self, num_stages: int, updates: Sequence[int] | None) -> tuple[Price, ...]:
+        return stage_prices(self._cost, self.parallel, num_stages, updates=updates, rows=self.rows)
+
+    @jax.profiler.annotate_function(name="plan")
+    def _plan_replay(
+        self, replay: RoutingReplay, stages: Sequence[Stage], updates: Sequence[int] | None
+    ) -> _Planned:
+        """Plan a batch from its replay, and check its plans."""
+        begin, topology = time.perf_counter(), self.parallel.topology
+        replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
+        check_replay_layers(replay, num_experts=topology.num_experts, num_layers=self.num_layers)
+        if self.rows == "packed":
+            check_aligned_left(replay.mask)
+        prices = self._prices(len(stages), updates)
+        next_key, key = jax.random.split(self._key)
+        batch = count_on_host(replay, self.planner, topology, prices)
+        plans, state = plan_on_host(
+            batch,
+            self.planner,
+            self._planner_state,
+            topology,
+            stages=stages,
+            prices=prices,
+            assign=self.assign,
+            key=key,
+            start=self._warm_start,
+        )
+        check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
+        return _Planned(replay, batch, stages, prices, plans, state, next_key, time.perf_counter() - begin)
+
+    def _prepare_stage(self, number: int, planned: _Planned, sizes: BatchSizes) -> PreparedBatch:
+        """Prepare one stage: its rows, and its layers on the devices."""
+        plan, shape = planned.plans[number], stage_shape(planned.plans[number], self.parallel)
+        num_samples, num_tokens = planned.replay.mask.shape
+        layout, model_times = None, None
+        if self.rows == "packed":
+            lengths = planned.replay.mask.sum(1)
+            layout = lay_out_rows(plan.assignment, lengths, shape=self._row_shapes.get(shape))
             self._row_shapes[shape] = layout.shape
-            rows = self.topology.num_ranks * layout.shape[0]
-        rows *= math.prod(self._parallel.copies)
-        parallel = dataclasses.replace(self._parallel, capacities=sizes, rows=rows)
-        return replayed_batch(
-            *(plan_on_mesh, parallel, replay),
-            assignment=plan.assignment,
-            rows=layout,
-            seconds=seconds,
-            visits=visits,
+        rows = batch_rows(
+            plan.assignment, layout, self.parallel, num_samples=num_samples, num_tokens=num_tokens
+        )
+        if not self._for_balance:
+            model_times = functools.partial(
+                model_stage,
+                plan,
+                planned.batch,
+                planned.stages[number],
+                planned.prices[number],
+                self.parallel.topology,
+                previous_home=self._home,
+                moves=number == 0,
+            )
+        host = HostBatch(
+            rows=rows,
+            check_current=functools.partial(self._check_current, self._batch_number + 1),
+            plan_seconds=planned.seconds,
+            size_seconds=sizes.seconds,
+            visits=sizes.visits[number],
             model_times=model_times,
         )
+        parallel = dataclasses.replace(
+            self.parallel, capacities=sizes.capacities[shape], num_rows=rows.samples.shape[1]
+        )
+        plan = jax.tree.map(functools.partial(replicate, mesh=parallel.mesh), plan)
+        return PreparedBatch(plan, parallel, prepare_replayed(plan, parallel, rows, planned.replay), host)
+
+    def _live_stages(
+        self, stages: Sequence[Stage], num_samples: int | None, capacities: Capacities | None
+    ) -> tuple[PreparedBatch, ...]:
+        """Prepare stages for live routing: samples in order, experts at home, no replicas."""
+        if num_samples is None:
+            raise ValueError("live routing (replay=None) needs num_samples, the number of samples")
+        parallel = dataclasses.replace(self.live, capacities=capacities)
+        batches = []
+        for stage, samples in zip(stages, stage_samples(num_samples, stages), strict=True):
+            assignment = stage.start
+            if assignment is None:
+                in_order = assign_in_order(
+                    len(samples), parallel.topology, num_micro_batches=stage.num_micro_batches
+                )
+                assignment = shift_samples(in_order, samples.start)
+            rows = batch_rows(assignment, None, parallel, num_samples=num_samples)
+            batches.append(PreparedBatch(None, parallel, host=HostBatch(rows)))
+        return tuple(batches)

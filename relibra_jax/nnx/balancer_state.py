@@ -1,7 +1,15 @@
-"""The state that a balancer keeps from batch to batch, as host arrays that a checkpoint saves and restores."""
+"""The state that a balancer keeps from batch to batch: planner state, random key, homes and buffer sizes.
+
+Checkpoints save and restore it as host arrays. Buffer sizes belong to the *shape* of a stage, its number of
+micro-batches and of rows in each. Stages of equal shape run the same compiled step, so they share buffer sizes. Stages
+of different shapes have separate sizes, so that a recompute in large micro-batches does not enlarge the buffers of an
+update.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
+from relibra_jax.contract.types import BatchPlan, RoutingReplay
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.stage_plans import host_device
 from relibra_jax.routing.resident_push import PushSizes
-from relibra_jax.routing.sizes import Capacities, ExchangeSizes
+from relibra_jax.routing.sizes import (
+    Capacities,
+    ExchangeSizes,
+    count_capacities,
+    grow_capacities,
+    with_spare_room,
+)
+from relibra_jax.routing.visits import node_visits
 
 
 class BalancerState(NamedTuple):
@@ -45,62 +63,13 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
             )
 
 
-NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
-"""The sizes of an exchange that does not run."""
-
-
-def zero_capacities(*, counts_visits: bool) -> Capacities:
-    """Return buffer sizes of zero, for the time before the first batch.
-
-    Args:
-        counts_visits: whether the balancer counts the tokens that each node receives, as hierarchical dispatch needs.
-    """
-    return Capacities(
-        rows=0,
-        flat=NO_EXCHANGE,
-        node=NO_EXCHANGE if counts_visits else None,
-        local=NO_EXCHANGE,
-        exports=0,
-        export_copies=0,
-        push=PushSizes(exports=0, pair=0, own=0),
-    )
-
-
-def capacities_from_names(names: Iterable[str]) -> dict[str, Capacities]:
-    """Return buffer sizes of zero by stage shape, with the structure that their names in a checkpoint describe.
-
-    >>> sizes = capacities_from_names(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
-    >>> list(sizes), sizes["4x64"].rows, sizes["4x64"].node
-    (['4x64'], 0, None)
-    """
-    parts_by_shape: dict[str, set[str]] = {}
-    for shape, part in (name.split(".")[:2] for name in names):
-        parts_by_shape.setdefault(shape, set()).add(part)
-    return {
-        shape: dataclasses.replace(
-            zero_capacities(counts_visits="node" in parts),
-            push=PushSizes(exports=0, pair=0, own=0) if "push" in parts else None,
-        )
-        for shape, parts in parts_by_shape.items()
-    }
-
-
-def _shapes(tree: PyTree) -> tuple[Any, ...]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, *map(np.shape, leaves)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def to_host(leaf: Any) -> np.ndarray:
+def saved_leaf(leaf: Any) -> np.ndarray:
     """Copy a leaf of a planner's state to the host; a random key becomes its key data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def from_host(value: Any, like: Any) -> jax.Array:
-    """Convert a host array back to a leaf of a planner's state; the inverse of `to_host`.
+def restored_leaf(value: Any, like: Any) -> jax.Array:
+    """Convert a host array back to a leaf of a planner's state; the inverse of `saved_leaf`.
 
     The result is not committed to a device, because planning runs on one device and training steps on all.
 
@@ -110,3 +79,111 @@ def from_host(value: Any, like: Any) -> jax.Array:
     """
     value = jnp.asarray(value)
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
+
+
+def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
+    """Return the shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 rows.
+
+    Micro-batches are counted in each group, and rows in all groups together.
+    """
+    micro_batches, *places = stage.assignment.sample.shape
+    groups = math.prod(parallel.data_shape)
+    return f"{micro_batches // groups}x{math.prod(places) * groups}"
+
+
+def first_sizes(parallel: ExpertParallel) -> Capacities:
+    """Return the initial buffer sizes: those of ``parallel``, or else zero."""
+    return parallel.capacities or _zero_sizes(counts_visits=parallel.path != "flat")
+
+
+class BatchSizes(NamedTuple):
+    """The buffer sizes of a batch, with the counts from which they follow."""
+
+    visits: Sequence[Int[np.ndarray, "M L P N"] | None]
+    """The number of tokens that each rank P sends to each node N, in each stage; None on the flat path."""
+    capacities: dict[str, Capacities]
+    """The buffer sizes by stage shape."""
+    seconds: float
+    """The seconds in which the host counted them."""
+
+
+def count_sizes(
+    replay: RoutingReplay,
+    plans: Sequence[BatchPlan],
+    capacities: Mapping[str, Capacities],
+    parallel: ExpertParallel,
+) -> BatchSizes:
+    """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
+
+    Args:
+        replay: the routing of all samples, on the host.
+        plans: the plan of each stage.
+        capacities: the buffer sizes of earlier batches by stage shape.
+        parallel: the mesh, topology and exchanges with which layers execute the plans.
+    """
+    begin = time.perf_counter()
+    visits: list[Int[np.ndarray, "M L P N"] | None] = [None] * len(plans)
+    if parallel.is_hierarchical(replay.expert_ids.shape[-1]):
+        with jax.default_device(host_device()):
+            visits = [np.asarray(node_visits(replay, plan, parallel.topology)) for plan in plans]
+    grown = dict(capacities)
+    for plan, stage_visits in zip(plans, visits, strict=True):
+        shape = stage_shape(plan, parallel)
+        need = count_capacities(plan.layer_plans(), parallel.topology, visits=stage_visits)
+        grown[shape] = _grow(grown.get(shape, first_sizes(parallel)), need)
+    return BatchSizes(visits, grown, time.perf_counter() - begin)
+
+
+def _grow(sizes: Capacities, need: Capacities) -> Capacities:
+    if need.node is None and sizes.node is not None:
+        need = dataclasses.replace(need, node=_NO_EXCHANGE)
+    rows = grow_capacities(sizes, need, round_up=with_spare_room)
+    # Experts are few and large, and padded exchanges send spare rows too.
+    experts = grow_capacities(sizes, need, round_up=lambda size: -(-size // 2) * 2)
+    names = ("exports", "export_copies", "push")
+    return dataclasses.replace(rows, **{name: getattr(experts, name) for name in names})
+
+
+def sizes_from_names(names: Iterable[str]) -> dict[str, Capacities]:
+    """Return buffer sizes of zero by stage shape, with the structure that their names in a checkpoint describe.
+
+    >>> sizes = sizes_from_names(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
+    >>> list(sizes), sizes["4x64"].rows, sizes["4x64"].node
+    (['4x64'], 0, None)
+    """
+    parts_by_shape: dict[str, set[str]] = {}
+    for shape, part in (name.split(".")[:2] for name in names):
+        parts_by_shape.setdefault(shape, set()).add(part)
+    return {
+        shape: dataclasses.replace(
+            _zero_sizes(counts_visits="node" in parts),
+            push=_NO_PUSH if "push" in parts else None,
+        )
+        for shape, parts in parts_by_shape.items()
+    }
+
+
+_NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
+_NO_PUSH = PushSizes(exports=0, pair=0, own=0)
+
+
+def _zero_sizes(*, counts_visits: bool) -> Capacities:
+    """Return buffer sizes of zero, for the exchanges between nodes too if their tokens are counted."""
+    return Capacities(
+        rows=0,
+        flat=_NO_EXCHANGE,
+        node=_NO_EXCHANGE if counts_visits else None,
+        local=_NO_EXCHANGE,
+        exports=0,
+        export_copies=0,
+        push=_NO_PUSH,
+    )
+
+
+def _shapes(tree: PyTree) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(np.shape, leaves)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

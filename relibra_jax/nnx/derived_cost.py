@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from relibra_jax.contract.types import Price, Topology
+from relibra_jax.contract.types import BALANCE, Price
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster, find_cluster
 from relibra_jax.cost.models import Model
@@ -23,8 +23,6 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.layer import MoELayer
 from relibra_jax.routing.exchange_rules import AUTO
 
-BALANCE: Final = "balance"
-"""The price that plans for balance instead of time."""
 DEFAULT_CLUSTER: Final = "h100"
 """The cluster whose speeds are taken for devices that `relibra_jax.cost.hardware` does not name."""
 
@@ -65,7 +63,7 @@ def layer_sizes(model: nnx.Module) -> LayerSizes:
         first, second, *_ = sorted(sizes)
         raise ValueError(
             f"cost: one price needs layers of equal sizes, but the model has {first} and {second}:"
-            f" pass Balancer(cost={BALANCE!r}) to plan for balance"
+            " pass Balancer(cost='balance') to plan for balance"
         )
     return sizes.pop()
 
@@ -113,13 +111,13 @@ def _print_default(kind: str) -> None:
     )
 
 
-def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, pack_rows: bool) -> CostModel:
+def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, rows: str) -> CostModel:
     """Fill in what layers run where a cost model says ``auto``.
 
     Args:
         cost: the cost model.
         parallel: the settings with which layers execute plans.
-        pack_rows: whether rows hold several samples.
+        rows: ``padded`` or ``packed``.
 
     Returns:
         The cost model of what runs.
@@ -128,17 +126,16 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, pack_rows: bool) 
         ValueError: if a field is fixed to something else than what runs.
     """
     kinds = parallel.kinds(cost.model.top_k)
-    copies = math.prod(parallel.copies)
     runs: dict[str, Any] = {
         "path": kinds.path,
         "between": _priced(kinds.between),
         "inside": _priced(kinds.inside),
         "fetch": _priced(kinds.fetch),
-        "rows": "packed" if pack_rows else "padded",
-        "data_parallel": copies,
+        "rows": rows,
+        "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
-    # A single copy is the default, which a caller need not have thought of.
+    # A single group is the default, which a caller need not have thought of.
     anything = {"data_parallel": 1}
     for name, value in runs.items():
         fixed = getattr(cost, name)
@@ -169,13 +166,36 @@ def check_cost(cost: CostModel, model: nnx.Module, *, num_layers: int) -> None:
             )
 
 
-def stage_times(cost: CostModel, topology: Topology, updates: Sequence[int]) -> tuple[Price, ...]:
-    """Return the unit times of each stage of a batch.
+def stage_prices(
+    cost: CostModel | None,
+    parallel: ExpertParallel,
+    num_stages: int,
+    *,
+    updates: Sequence[int] | None,
+    rows: str,
+) -> tuple[Price, ...]:
+    """Return the price of each stage of a batch.
 
     Args:
-        cost: the cost model. If it has a recompute and no stage is one, every stage recomputes too.
-        topology: the expert-parallel group.
-        updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes.
+        cost: the cost model. If it has a recompute and no stage is one, every stage recomputes too. None pays for
+            balance alone.
+        parallel: the settings with which layers execute plans.
+        num_stages: the number of stages.
+        updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes. None takes 1 for
+            each of several stages, and those of the cost model for a single stage.
+        rows: ``padded`` or ``packed``.
+
+    Raises:
+        ValueError: if ``updates`` does not have an entry for each stage.
     """
+    if updates is not None and len(updates) != num_stages:
+        raise ValueError(f"updates has {len(updates)} entries, but there are {num_stages} stages")
+    if cost is None:
+        groups = math.prod(parallel.data_shape)
+        return (dataclasses.replace(BALANCE, rows=rows, data_parallel=groups),) * num_stages
+    if updates is None:
+        updates = (1,) * num_stages if num_stages > 1 else (cost.updates,)
     shared = cost.recompute and 0 not in updates
-    return tuple(cost.price(topology, updates=number, recompute=shared or not number) for number in updates)
+    return tuple(
+        cost.price(parallel.topology, updates=number, recompute=shared or not number) for number in updates
+    )

@@ -44,7 +44,7 @@ class MoEOutput(NamedTuple):
     ``expert_ids`` of the call."""
     router_logits: Float[Array, "B *tokens E"]
     """The live router's logits, for example for `relibra_jax.execution.gating.balance_loss`."""
-    slot_rows: Int[Array, "*copies N G S"]
+    slot_rows: Int[Array, "*data N G S"]
     """The number of rows that each slot computed, for `relibra_jax.nnx.check_executed`. With ``check_rows`` the
     receiving ranks count them."""
 
@@ -159,7 +159,7 @@ class MoELayer(nnx.Module):
                 divide B.
             expert_ids: the recorded expert ids, ``[B, *tokens, K]``, in any integer dtype that holds E - 1. None routes
                 live.
-            plan: the plan of this layer and micro-batch, ``[*copies, ...]``. It is either prepared from ``expert_ids``,
+            plan: the plan of this layer and micro-batch, ``[*data, ...]``. It is either prepared from ``expert_ids``,
                 with the residents' weights if there are any, or a `LayerPlan` if there are no resident slots. Live
                 routing takes a `LayerPlan` whose load is None. None uses home slots only, under a topology without
                 resident slots (`Balancer.live`).
@@ -280,7 +280,7 @@ def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
     topology = parallel.topology
     padding = ((0, 0), (0, 0), (0, topology.slots - topology.home_slots))
     slots = jnp.pad(home_layout(home, topology), padding, constant_values=EMPTY)
-    slots, home = (jnp.broadcast_to(leaf, (*parallel.copies, *leaf.shape)) for leaf in (slots, home))
+    slots, home = (jnp.broadcast_to(leaf, (*parallel.data_shape, *leaf.shape)) for leaf in (slots, home))
     return LayerPlan(slots, home, jnp.zeros_like(slots), load=None)
 
 

@@ -15,8 +15,9 @@ from relibra_jax.contract.plan import expert_totals
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time
-from relibra_jax.nnx.stage_plans import Search, host_device, start_of_stage
+from relibra_jax.nnx.stage_plans import host_device
 from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_batch import Stage, first_assignment
 from relibra_jax.planning.plan_price import estimate_time
 from relibra_jax.planning.replication import without_replicas
 
@@ -36,24 +37,27 @@ class ModelledTimes(NamedTuple):
 def model_stage(
     batch_plan: BatchPlan,
     batch: Batch,
-    search: Search,
-    stage: int,
+    stage: Stage,
+    price: Price,
+    topology: Topology,
     *,
     previous_home: Int[Array, "L E"],
+    moves: bool,
 ) -> ModelledTimes:
     """Model the times of one stage of a batch, on the host.
 
     Args:
         batch_plan: the plan of the stage.
         batch: the samples from which the batch was planned.
-        search: the settings of the search, with a cost.
-        stage: the number of the stage. Moves of experts count in the first stage.
+        stage: the stage.
+        price: the price of the stage.
+        topology: the expert-parallel group.
         previous_home: the homes before the batch.
+        moves: whether the moves of experts count in this stage.
     """
     with jax.default_device(host_device()):
-        start = start_of_stage(batch.lengths, search, stage)
-        inputs = (batch_plan, start, batch, previous_home, search.prices[stage])
-        return _model_stage(*inputs, topology=search.topology, moves=not stage)
+        start = first_assignment(stage, batch, price, topology)
+        return _model_stage(batch_plan, start, batch, previous_home, price, topology=topology, moves=moves)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "moves"))
@@ -62,7 +66,7 @@ def _model_stage(
     start: Assignment,
     batch: Batch,
     previous_home: Int[Array, "L E"],
-    cost: Price,
+    price: Price,
     *,
     topology: Topology,
     moves: bool,
@@ -72,10 +76,13 @@ def _model_stage(
 
     def model(plan: BatchPlan) -> BatchTime:
         before = previous_home if moves else None
-        return estimate_time(plan, batch, topology, cost, previous_home=before)
+        return estimate_time(plan, batch, topology, price, previous_home=before)
 
     balanced = balanced_time(
-        *(batch_plan.load, batch.lengths, topology, cost),
+        batch_plan.load,
+        batch.lengths,
+        topology,
+        price,
         row_length=batch.row_length,
         rows=start.sample.shape[-1],
     )

@@ -6,25 +6,33 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int, PyTree
+from jaxtyping import Bool, Int, PyTree
 
-from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
+from relibra_jax.nnx.batch_rows import BatchRows, RowPacking
 from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
-from relibra_jax.routing.row_packing import RowLayout
 
 
-class RowPacking(NamedTuple):
-    """The sample and position of each token, for rows that hold several samples one after another."""
+class HostBatch(NamedTuple):
+    """The part of a prepared batch that stays on the host."""
 
-    segments: Int[Array, "*M rows T"]
-    """The index in the batch of each token's sample; EMPTY on padding. Tokens attend only to tokens of their sample."""
-    positions: Int[Array, "*M rows T"]
-    """The position of each token in its sample."""
+    rows: BatchRows
+    """The rows of the ranks in which the samples lie."""
+    check_current: Callable[[], None] = lambda: None
+    """A function that raises ValueError if the balancer has prepared another batch."""
+    plan_seconds: float = 0.0
+    """The seconds in which the host computed and checked the plan."""
+    size_seconds: float = 0.0
+    """The seconds in which the host counted the buffer sizes."""
+    visits: Int[np.ndarray, "M L P N"] | None = None
+    """The number of tokens that each rank sends to each node, including its own. None on the flat path."""
+    model_times: Callable[[], ModelledTimes] | None = None
+    """A function that models the times of the batch. None if it was planned without a price."""
 
 
 class PreparedBatch:
@@ -37,51 +45,49 @@ class PreparedBatch:
 
     parallel: ExpertParallel
     """The mesh, topology, buffer sizes and kinds of exchange for `relibra_jax.nnx.MoELayer`."""
-    plan_seconds: float
-    """The seconds in which the host computed and checked the plan; 0 under jit."""
-    size_seconds: float
-    """The seconds in which the host counted the buffer sizes; 0 under jit."""
-    visits: Int[np.ndarray, "M L P N"] | None
-    """The number of tokens that each rank sends to each node, including its own, on the hierarchical path. None on the
-    flat path, for live routing, and under jit."""
-    check_in_force: Callable[[], None] | None
-    """A function that raises ValueError if the balancer has prepared another batch; None under jit."""
+    host: HostBatch | None
+    """The part that stays on the host; None under jit."""
 
     def __init__(
         self,
         batch_plan: BatchPlan | None,
         parallel: ExpertParallel,
-        *,
         layers: PreparedLayer | None = None,
-        assignment: Assignment | None = None,
-        num_samples: int = 0,
-        num_tokens: int = 0,
-        rows: RowLayout | None = None,
-        seconds: tuple[float, float] = (0.0, 0.0),
-        visits: Int[np.ndarray, "M L P N"] | None = None,
-        model_times: Callable[[], ModelledTimes] | None = None,
+        host: HostBatch | None = None,
     ):
-        self._batch_plan, self.parallel = batch_plan, parallel
-        self.plan_seconds, self.size_seconds = seconds
-        self.visits = visits
-        self._model_times = model_times
-        self._rows, self._num_tokens = rows, num_tokens
-        self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
-        self.check_in_force = None
+        self._batch_plan, self.parallel, self._layers, self.host = batch_plan, parallel, layers, host
 
     @property
     def batch_plan(self) -> BatchPlan:
         """The assignment, load and plan of all micro-batches.
 
-        The micro-batches of data-parallel copies are additional entries of M, one copy after another.
+        The micro-batches of further data-parallel groups are additional entries of M, one group after another.
 
         Raises:
             ValueError: if the batch was prepared for live routing, which has no plan.
         """
-        self._check_current()
+        self.check_current()
         if self._batch_plan is None:
             raise ValueError("this batch was prepared for live routing, which has no plan")
         return self._batch_plan
+
+    @property
+    def plan_seconds(self) -> float:
+        """The seconds in which the host computed and checked the plan; 0 under jit."""
+        return 0.0 if self.host is None else self.host.plan_seconds
+
+    @property
+    def size_seconds(self) -> float:
+        """The seconds in which the host counted the buffer sizes; 0 under jit."""
+        return 0.0 if self.host is None else self.host.size_seconds
+
+    @property
+    def visits(self) -> Int[np.ndarray, "M L P N"] | None:
+        """The number of tokens that each rank sends to each node, including its own, on the hierarchical path.
+
+        None on the flat path, for live routing, and under jit.
+        """
+        return None if self.host is None else self.host.visits
 
     @functools.cached_property
     def modelled_times(self) -> ModelledTimes | None:
@@ -89,7 +95,9 @@ class PreparedBatch:
 
         None for live routing, for plans without a price (``Balancer(cost="balance")``), and under jit.
         """
-        return None if self._model_times is None else self._model_times()
+        if self.host is None or self.host.model_times is None:
+            return None
+        return self.host.model_times()
 
     def summary(self) -> str:
         """Describe in five lines what the plan is expected to gain: modelled time, not measured, by parts.
@@ -98,8 +106,7 @@ class PreparedBatch:
         and the shares with the measured seconds of planning. A batch without a price has one line that says so. Runs on
         the host.
         """
-        if self._assignment is None:
-            raise ValueError("summary runs on the host: call it on the object that Balancer.prepare returned")
+        self._on_host("summary")
         if self._batch_plan is None:
             return "this batch routes live: it has no plan, so no time is modelled"
         if self.modelled_times is None:
@@ -110,16 +117,16 @@ class PreparedBatch:
         return summarise(self.modelled_times, self.plan_seconds)
 
     def layers(self) -> PreparedLayer | None:
-        """Return the prepared layers of all micro-batches, stacked ``[M, L, *copies]``; None for live routing.
+        """Return the prepared layers of all micro-batches, stacked ``[M, L, *data]``; None for live routing.
 
         Scan over them together with the rows of `to_ranks`. They do not contain the weights of residents, which change
         with every update (`relibra_jax.nnx.accumulate_gradients`).
         """
-        self._check_current()
+        self.check_current()
         return self._layers
 
     def micro_batch(self, index: Any) -> PreparedLayer | None:
-        """Return the prepared layers of one micro-batch, stacked ``[L, *copies]``; None for live routing."""
+        """Return the prepared layers of one micro-batch, stacked ``[L, *data]``; None for live routing."""
         layers = self.layers()
         return None if layers is None else layers.layer(index)
 
@@ -140,24 +147,7 @@ class PreparedBatch:
         Raises:
             ValueError: if an array does not have one row for each sample, or the balancer has prepared another batch.
         """
-        places = self._places("to_ranks")
-        sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
-
-        def move(path: Any, leaf: Any) -> jax.Array:
-            samples = np.asarray(leaf)
-            if samples.ndim < 1 or len(samples) != self._num_samples:
-                name = f"samples{jax.tree_util.keystr(path)}"
-                raise ValueError(
-                    f"{name}: shape {samples.shape}, but the batch has {self._num_samples} samples; to_ranks needs one"
-                    " row for each sample, in the order of the prepared batch"
-                )
-            has_token_axis = places.positions is not None and samples.shape[1:2] == (self._num_tokens,)
-            sample = np.maximum(places.samples, 0)
-            rows = samples[sample, places.positions] if has_token_axis else samples[sample]
-            rows[places.samples == EMPTY] = 0
-            return _put(rows, sharding)
-
-        return jax.tree.map_with_path(move, samples)
+        return self._rows("to_ranks").to_ranks(samples)
 
     def from_ranks(self, rows: PyTree) -> PyTree:
         """Bring the results of steps back from the ranks' rows into the order of the batch. Runs on the host.
@@ -176,23 +166,7 @@ class PreparedBatch:
             ValueError: if an array has different numbers of micro-batches and rows, or the balancer has prepared
                 another batch.
         """
-        samples, positions = self._places("from_ranks")
-        is_real = samples != EMPTY
-
-        def move(path: Any, leaf: Any) -> np.ndarray:
-            if np.shape(leaf)[: samples.ndim] != samples.shape:
-                name, axes = f"rows{jax.tree_util.keystr(path)}", "micro-batches and rows"
-                raise ValueError(
-                    f"{name}: shape {np.shape(leaf)}, but the {axes} of this batch are {samples.shape}"
-                )
-            values = to_host(leaf)[is_real]
-            shape = (self._num_samples,) if positions is None else (self._num_samples, self._num_tokens)
-            batch = np.zeros((*shape, *values.shape[1:]), values.dtype)
-            index = samples[is_real] if positions is None else (samples[is_real], positions[is_real])
-            batch[index] = values
-            return batch
-
-        return jax.tree.map_with_path(move, rows)
+        return self._rows("from_ranks").from_ranks(rows)
 
     @property
     def packing(self) -> RowPacking | None:
@@ -200,67 +174,94 @@ class PreparedBatch:
 
         None if rows are not packed. Pass the packing of each micro-batch to the model.
         """
-        places = self._places("packing")
-        if places.positions is None:
-            return None
-        sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
-        put = functools.partial(_put, sharding=sharding)
-        return RowPacking(put(places.samples), put(places.positions))
+        return self._rows("packing").packing()
 
-    def _places(self, caller: str) -> "_Places":
-        """Return the sample of every row of the ranks, or with packed rows the sample and position of every token."""
-        self._check_current()
-        if self._assignment is None:
+    def check_current(self) -> None:
+        """Raise ValueError if the balancer has prepared another batch. Under jit every batch passes."""
+        if self.host is not None:
+            self.host.check_current()
+
+    def _rows(self, caller: str) -> BatchRows:
+        self.check_current()
+        return self._on_host(caller).rows
+
+    def _on_host(self, caller: str) -> HostBatch:
+        if self.host is None:
             raise ValueError(
                 f"{caller} runs on the host: call it outside jit, on the object that Balancer.prepare returned and not"
                 " on a copy of it"
             )
-        copies, ranks = math.prod(self.parallel.copies), self.parallel.topology.num_ranks
-
-        def over_copies(leaf: Array, axes: int) -> np.ndarray:
-            """Regroup ``[copies x M, N, G, rows, *T]`` as ``[M, copies x N x G x rows, *T]``."""
-            leaf = np.asarray(leaf)
-            inner = leaf.shape[4 : 4 + axes]
-            leaf = leaf.reshape(copies, -1, ranks, leaf.shape[3], *inner).swapaxes(0, 1)
-            return leaf.reshape(leaf.shape[0], -1, *inner)
-
-        if self._rows is None:
-            return _Places(over_copies(self._assignment.sample, 0), None)
-        return _Places(*(over_copies(leaf, 1) for leaf in self._rows))
-
-    def _check_current(self) -> None:
-        if self.check_in_force is not None:
-            self.check_in_force()
-
-
-def _put(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
-
-
-class _Places(NamedTuple):
-    """The contents of the ranks' rows, micro-batch by micro-batch."""
-
-    samples: np.ndarray
-    """The sample of each row, or with packed rows of each token; EMPTY for none."""
-    positions: np.ndarray | None
-    """The position of each token in its sample; None if rows are not packed."""
-
-
-def to_host(array: Array) -> np.ndarray:
-    """Copy a whole array to the host. If it spans several processes, every process must call this function."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
+        return self.host
 
 
 def _flatten(batch: PreparedBatch) -> tuple[tuple[Any, Any], ExpertParallel]:
     # A jitted function flattens its arguments at every call, so this check catches an outdated batch on the host.
-    batch._check_current()
+    batch.check_current()
     return (batch._batch_plan, batch._layers), batch.parallel
 
 
 def _unflatten(parallel: ExpertParallel, children: tuple[Any, Any]) -> PreparedBatch:
-    return PreparedBatch(children[0], parallel, layers=children[1])
+    batch_plan, layers = children
+    return PreparedBatch(batch_plan, parallel, layers)
 
 
 jax.tree_util.register_pytree_node(PreparedBatch, _flatten, _unflatten)
+
+
+def prepare_replayed(
+    batch_plan: BatchPlan, parallel: ExpertParallel, rows: BatchRows, replay: RoutingReplay
+) -> PreparedLayer:
+    """Prepare the layers of a batch that follows recorded routing, on the devices.
+
+    Args:
+        batch_plan: the plan of the batch, on the mesh.
+        parallel: the mesh, topology, buffer sizes and exchanges with which layers execute the plan.
+        rows: the rows of the ranks in which the samples lie.
+        replay: the recorded routing, on the host.
+
+    Returns:
+        The prepared layers, stacked ``[M, L, *data]``.
+
+    Raises:
+        RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
+            buffers.
+    """
+    layers, valid = _prepare(*rows.to_ranks(tuple(replay)), batch_plan, parallel)
+    invalid = np.argwhere(~np.asarray(valid)).tolist()
+    if invalid:
+        micro_batch, layer = invalid[0]
+        raise RuntimeError(
+            f"micro-batch {micro_batch}, layer {layer}: the checked plan is invalid on the devices ({len(invalid)}"
+            f" invalid layers in all), with {parallel.capacities}"
+        )
+    return layers
+
+
+@functools.partial(jax.jit, static_argnames="parallel")
+def _prepare(
+    ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
+) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
+    """Return the prepared layers, and whether each of them is valid on all ranks of all groups."""
+    ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
+    layers = prepare_layers(ids, by_group(batch_plan.layer_plans(), parallel), parallel)
+    assert layers.token_tables is not None
+    valid = jnp.asarray(layers.token_tables.valid)
+    if layers.fetch_tables is not None:
+        valid &= layers.fetch_tables.fits
+    replicated = NamedSharding(parallel.mesh, PartitionSpec())
+    valid = valid.reshape(*valid.shape[:2], -1).all(-1)
+    return layers, jax.lax.with_sharding_constraint(valid, replicated)
+
+
+def by_group(plans: Any, parallel: ExpertParallel) -> Any:
+    """Regroup arrays ``[groups x M, L, ...]`` over the micro-batches of all groups as ``[M, L, *data, ...]``."""
+    data_shape = parallel.data_shape
+    if not data_shape:
+        return plans
+
+    def regroup(leaf: jax.Array) -> jax.Array:
+        leaf = jnp.asarray(leaf).reshape(math.prod(data_shape), -1, *leaf.shape[1:])
+        leaf = jnp.moveaxis(leaf, 0, 2)
+        return leaf.reshape(*leaf.shape[:2], *data_shape, *leaf.shape[3:])
+
+    return jax.tree.map(regroup, plans)

@@ -10,8 +10,8 @@ from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
-from relibra_jax.nnx.balancer_state import capacities_from_names
-from relibra_jax.nnx.finite import check_finite
+from relibra_jax.nnx.balancer_state import sizes_from_names
+from relibra_jax.nnx.checks import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
@@ -48,12 +48,15 @@ def save_training(
     """
     _check_manager(manager)
     check_finite(model)
-    put_on_mesh(model, optimizer, balancer.mesh)
+    put_on_mesh(model, optimizer, balancer.parallel.mesh)
     return save_checkpoint(
-        *(manager, step, _tree(model, optimizer, balancer, extra), get_homes(model)),
+        manager,
+        step,
+        _tree(model, optimizer, balancer, extra),
+        get_homes(model),
         layers=_layers(model, optimizer),
-        mesh=balancer.mesh,
-        topology=balancer.topology,
+        mesh=balancer.parallel.mesh,
+        topology=balancer.parallel.topology,
     )
 
 
@@ -88,18 +91,18 @@ def restore_training(
             keep their values.
     """
     _check_manager(manager)
-    put_on_mesh(model, optimizer, balancer.mesh)
+    put_on_mesh(model, optimizer, balancer.parallel.mesh)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
     tree = _tree(model, optimizer, balancer, extra)
     # The saved names show which stage shapes the checkpoint has buffer sizes for.
-    sizes = capacities_from_names(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
+    sizes = sizes_from_names(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
     restored = restore_checkpoint(
         manager,
         tree | {"balancer": balancer.state._replace(capacities=sizes)},
         layers=_layers(model, optimizer),
-        mesh=balancer.mesh,
-        topology=balancer.topology,
+        mesh=balancer.parallel.mesh,
+        topology=balancer.parallel.topology,
         step=step,
         verify=verify,
     )

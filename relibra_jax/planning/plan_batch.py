@@ -5,7 +5,6 @@ It assigns the samples to micro-batches and ranks, and the experts to slots, in 
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -166,7 +165,9 @@ def plan_batch(
     check_integer("rounds", rounds, least=0)
     if start is not None:
         _check_start(start, batch.sample_load.shape[1], topology)
-    starts = tuple(map(functools.partial(_first_assignment, batch, topology), parts, samples, prices))
+    starts = tuple(
+        first_assignment(part, batch, price, topology) for part, price in zip(parts, prices, strict=True)
+    )
     check_counts(batch, starts, topology)
     plans, next_state = plan_rounds(
         Problem(
@@ -229,10 +230,20 @@ def stage_samples(num_samples: int, stages: Sequence[Stage]) -> tuple[range, ...
     return tuple(ranges)
 
 
-def _first_assignment(
-    batch: Batch, topology: Topology, stage: Stage, samples: range, price: Price
-) -> Assignment:
+def first_assignment(stage: Stage, batch: Batch, price: Price, topology: Topology) -> Assignment:
+    """Return the assignment of a stage's samples from which the search for its plan starts.
+
+    Args:
+        stage: the stage.
+        batch: the samples of the batch.
+        price: the price of the stage, which says how rows are laid out.
+        topology: the expert-parallel group.
+
+    Raises:
+        ValueError: if the stage's own assignment does not fit the topology.
+    """
     if stage.start is None:
+        samples = range(len(batch.lengths)) if stage.samples is None else stage.samples
         assignment = start_assignment(
             batch.lengths[samples.start : samples.stop],
             topology,

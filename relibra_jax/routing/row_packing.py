@@ -2,7 +2,7 @@
 
 A rank's samples of a micro-batch are placed longest first, each into the emptiest row (LPT, as in
 `relibra_jax.planning.sample_packing`). All rows of a batch have one shape. With more rows per rank, rows are shorter
-and attention costs less, but more positions are padding. `pack_rows` uses the largest number of rows whose padding
+and attention costs less, but more positions are padding. `lay_out_rows` uses the largest number of rows whose padding
 stays below the limit.
 """
 
@@ -38,7 +38,7 @@ class RowLayout(NamedTuple):
         return rows, length
 
 
-def pack_rows(
+def lay_out_rows(
     assignment: Assignment,
     lengths: Int[Array, " B"],
     *,
@@ -63,7 +63,7 @@ def pack_rows(
             ``lengths``.
 
     >>> assignment = Assignment(np.array([[[[0, 1, 2], [3, -1, -1]]]]))
-    >>> layout = pack_rows(assignment, np.array([2, 3, 1, 6]))
+    >>> layout = lay_out_rows(assignment, np.array([2, 3, 1, 6]))
     >>> layout.sample[0, 0, :, 0].tolist(), layout.fill
     ([[1, 1, 1, 0, 0, 2], [3, 3, 3, 3, 3, 3]], 1.0)
     """

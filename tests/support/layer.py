@@ -14,12 +14,12 @@ def run_layer(x, ids, gates, experts, plan, parallel):
         x: the tokens ``[B, *tokens, D]``.
         ids, gates: the experts and gates of the tokens, ``[B, *tokens, K]``.
         experts: the home experts ``[N, G, H, 3, D, F]``.
-        plan: the layer plan ``[*copies, ...]``.
+        plan: the layer plan ``[*data, ...]``.
         parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
     """
     layer = prepare_layer(ids, plan, parallel)
     if parallel.topology.resident_slots:
-        first = (0,) * len(parallel.copies)
+        first = (0,) * len(parallel.data_shape)
         slots, home = plan.slot_expert[first], plan.home[first]
         of_batch = Plan(slots[None, None], home[None], slots[None, None])
         layer = layer._replace(residents=push_residents([experts], of_batch, parallel)[0])

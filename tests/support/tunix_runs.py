@@ -15,7 +15,7 @@ from relibra_jax import Topology, relibra
 from relibra_jax.integrations.tunix.learner import BalancedGRPOLearner
 from relibra_jax.integrations.tunix.model import BalancedQwen3
 from relibra_jax.integrations.tunix.rollout import RecordingRollout
-from relibra_jax.nnx import Balancer, expert_mesh
+from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
@@ -40,15 +40,14 @@ def balancer_of(
     planner=None, *, micro_batches=2, topology=TOPOLOGY, mesh=None, assign=None, check_rows=False
 ):
     """Return the balancer for the tiny model."""
+    parallel = ExpertParallel(mesh=mesh or expert_mesh(topology), topology=topology, check_rows=check_rows)
     return Balancer(
         planner or relibra(),
-        topology,
-        mesh=mesh or expert_mesh(topology),
+        parallel,
         num_layers=tunix_grpo.MODEL.num_layers,
         num_micro_batches=micro_batches,
         key=jax.random.key(0),
         assign=assign,
-        check_rows=check_rows,
         cost="balance",
     )
 
@@ -75,13 +74,13 @@ def cluster_of(balancer, *, stock=False, steps=3, training=None, **changes):
     models = [tunix_model() for _ in range(2)]
     if stock:
         for model in models:
-            put_on_mesh(model, None, balancer.mesh)
+            put_on_mesh(model, None, balancer.parallel.mesh)
     else:
         models = [BalancedQwen3(model, balancer.live) for model in models]
     sizes = tunix_grpo.SIZES | (training or {})
     config = ClusterConfig(
         **{
-            "role_to_mesh": dict.fromkeys(Role, balancer.mesh),
+            "role_to_mesh": dict.fromkeys(Role, balancer.parallel.mesh),
             "rollout_engine": "vanilla" if stock else RecordingRollout,
             "training_config": RLTrainingConfig(actor_optimizer=optax.adamw(3e-3), max_steps=steps, **sizes),
             "rollout_config": ROLLOUT,

@@ -1,6 +1,6 @@
 """Tunix's GRPO with balanced mixture-of-experts layers (extra ``tunix``).
 
-    balancer = Balancer(relibra(), topology, mesh=mesh, num_layers=L, num_micro_batches=M, key=key, assign=None)
+    balancer = Balancer(relibra(), parallel, num_layers=L, num_micro_batches=M, key=key, assign=None)
     actor = BalancedQwen3(qwen3.Qwen3(config, rngs=rngs), balancer.live)
     cluster = RLCluster(actor=actor, ..., cluster_config=ClusterConfig(rollout_engine=RecordingRollout, ...))
     BalancedGRPOLearner(cluster, GRPOConfig(...), reward, balancer=balancer).train(prompts)

@@ -60,8 +60,8 @@ class BalancedMoE(nnx.Module):
         if prepared is None:
             expert_ids = jnp.asarray(self.moe.route(x)[0], jnp.int32)
         else:
-            assert prepared.tokens is not None
-            expert_ids = prepared.tokens.expert_ids.reshape(*x.shape[:-1], -1).astype(jnp.int32)
+            assert prepared.token_tables is not None
+            expert_ids = prepared.token_tables.expert_ids.reshape(*x.shape[:-1], -1).astype(jnp.int32)
         if self.forced is None:
             return expert_ids
         forced = self.forced.get_value()

@@ -79,7 +79,7 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         check_sizes(
             sizes,
             num_generations=self.algo_config.num_generations,
-            num_ranks=self.balancer.topology.num_ranks,
+            num_ranks=self.balancer.parallel.topology.num_ranks,
             num_micro_batches=self.balancer.num_micro_batches,
             scores_policies=self.algo_config.beta != 0 or self.algo_config.num_iterations > 1,
         )
@@ -100,7 +100,9 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         ]
         trainer = self.rl_cluster.actor_trainer
         replay = replay_of_rows(
-            routes, np.concatenate(masks).astype(bool), num_experts=self.balancer.topology.num_experts
+            routes,
+            np.concatenate(masks).astype(bool),
+            num_experts=self.balancer.parallel.topology.num_experts,
         )
         old_homes = get_homes(trainer.model)
         batch = self.balancer.prepare(trainer.model, trainer.optimizer, replay)
@@ -108,7 +110,7 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         return [self._balanced(example, batch, index) for index, example in enumerate(examples)]
 
     def _balanced(self, example: Any, batch: PreparedBatch, micro_batch: int) -> BalancedExample:
-        mesh, layers = self.balancer.mesh, batch.micro_batch(micro_batch)
+        mesh, layers = self.balancer.parallel.mesh, batch.micro_batch(micro_batch)
         assert layers is not None
         balanced = BalancedExample(example, ranks_first(layers, mesh), batch.parallel)
         # If an example's arrays were not yet placed with this sharding, Tunix would move them through the host.
@@ -171,17 +173,15 @@ def check_cluster(cluster: Any, balancer: Balancer) -> None:
             "the actor was made with another balancer's live: make it with BalancedQwen3(model, balancer.live)"
         )
     for role in (roles.ACTOR, roles.ROLLOUT):
-        if config.role_to_mesh[role] != balancer.mesh:
+        if config.role_to_mesh[role] != balancer.parallel.mesh:
             raise ValueError(
                 f"role_to_mesh[{role.name}] must be the balancer's mesh: actor and rollout share one model, and the"
                 " balancer moves its experts"
             )
     if balancer.assign is not None:
         raise ValueError("assign must be None: Tunix decides which samples a micro-batch and a rank have")
-    if balancer.topology.resident_slots:
-        raise ValueError(
-            f"resident_slots={balancer.topology.resident_slots} must be 0: Tunix's update does not push residents"
-        )
+    if slots := balancer.parallel.topology.resident_slots:
+        raise ValueError(f"resident_slots={slots} must be 0: Tunix's update does not push residents")
     expected = tuple(FIRST_OVER_RANKS)
     if tuple(training.data_sharding_axis) != expected:
         raise ValueError(f"data_sharding_axis={training.data_sharding_axis} must be {expected}")

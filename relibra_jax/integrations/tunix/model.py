@@ -56,7 +56,7 @@ class BalancedQwen3(qwen3.Qwen3):
 
     Raises:
         ValueError: if the model's number of experts differs from the topology's, if its sharding configuration names
-            axes that the mesh does not have, if the mesh has copies of the expert-parallel group, or if its
+            axes that the mesh does not have, if the mesh has several expert-parallel groups, or if its
             ``rope_theta`` is not the value that Tunix uses.
     """
 
@@ -154,7 +154,7 @@ def check_model(config: Any, live: ExpertParallel) -> None:
         raise ValueError(
             f"the model has num_experts={config.num_experts}, but the topology has {live.topology.num_experts}"
         )
-    if live.copies:
+    if live.data_shape:
         raise ValueError(
             f"mesh {dict(live.mesh.shape)}: Tunix distributes rows over one expert-parallel group, so give the"
             " balancer a mesh of only node and local, or data_axes=()"

@@ -38,7 +38,7 @@ def ranks_first(layers: PreparedLayer, mesh: Mesh) -> PreparedLayer:
         leaf = jnp.moveaxis(leaf, 0, 2)
         return leaf.reshape(ranks, *leaf.shape[2:])
 
-    fetch, tokens = jax.tree.map(lead, (layers.fetch, layers.tokens))
+    fetch, tokens = jax.tree.map(lead, (layers.fetch_tables, layers.token_tables))
     home = jnp.broadcast_to(jnp.asarray(layers.home), (ranks, *layers.home.shape))
     rows = PreparedLayer(home, fetch, tokens)
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, FIRST_OVER_RANKS))
@@ -56,5 +56,5 @@ def layer_of(rows: PreparedLayer, index: int, parallel: ExpertParallel) -> Prepa
     def place(leaf: jax.Array) -> jax.Array:
         return leaf[:, index].reshape(*parallel.ranks, *leaf.shape[2:])
 
-    fetch, tokens = jax.tree.map(place, (rows.fetch, rows.tokens))
+    fetch, tokens = jax.tree.map(place, (rows.fetch_tables, rows.token_tables))
     return PreparedLayer(rows.home[0, index], fetch, tokens)

@@ -1,0 +1,107 @@
+"""Checks around a batch: of the model and the replay before it is planned, and of the rows that experts computed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool, Int
+
+from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.types import Array, RoutingReplay
+from relibra_jax.nnx.batch_rows import whole_array
+from relibra_jax.nnx.homes import get_homes
+from relibra_jax.nnx.prepared import PreparedBatch, by_group
+
+
+def check_finite(model: nnx.Module) -> None:
+    """Raise unless all parameters are finite: steps with a wrong plan or with rows of another batch leave NaN in them.
+
+    Args:
+        model: any module.
+
+    Raises:
+        ValueError: if a parameter is not finite. The message has its name.
+    """
+    params = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
+    finite = jax.device_get(_all_finite([leaf for _, leaf in params]))
+    for (path, _), is_finite in zip(params, finite, strict=True):
+        if not is_finite:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise ValueError(
+                f"parameter {name} is not finite: an earlier step ran with rows of another batch or with a wrong plan,"
+                " or the training diverged; resume from an earlier checkpoint"
+            )
+
+
+@jax.jit
+def _all_finite(leaves: list[Any]) -> list[jax.Array]:
+    return [jnp.isfinite(leaf).all() for leaf in leaves]
+
+
+def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: int) -> None:
+    """Raise ValueError unless a replay is valid and has the given numbers of experts and layers."""
+    check_replay(replay, num_experts=num_experts)
+    if replay.expert_ids.shape[2] != num_layers:
+        raise ValueError(
+            f"the replay has {replay.expert_ids.shape[2]} MoE layers, but the Balancer has num_layers={num_layers}:"
+            " record every MoE layer of the model, and set num_layers to their number"
+        )
+
+
+def check_model_homes(model: nnx.Module, expected_home: Int[np.ndarray, "L E"]) -> None:
+    """Raise ValueError unless a model's experts are in the home slots that the balancer expects."""
+    home = get_homes(model)
+    if home.shape != expected_home.shape:
+        raise ValueError(
+            f"the model has {home.shape[0]} MoE layers with {home.shape[1]} experts, but the Balancer has"
+            f" {expected_home.shape[0]} with {expected_home.shape[1]}: give it the model's num_layers and topology"
+        )
+    if (home != expected_home).any():
+        layer, expert = np.argwhere(home != expected_home)[0].tolist()
+        raise ValueError(
+            f"layer {layer}, expert {expert}: the model has it in home slot {home[layer, expert]}, but the balancer"
+            f" expects it in home slot {expected_home[layer, expert]}; restore model and balancer together"
+            " (restore_training), or undo a change by hand with set_homes(model, balancer.state.home)"
+        )
+
+
+def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
+    """Raise ValueError unless the real tokens of every sample come first."""
+    gaps = mask[:, 1:] & ~mask[:, :-1]
+    if gaps.any():
+        sample, token = np.argwhere(gaps)[0].tolist()
+        raise ValueError(
+            f"sample {sample}: token {token + 1} is real, but token {token} before it is padding; rows='packed'"
+            " needs samples that are aligned to the left"
+        )
+
+
+def check_executed(slot_rows: Int[Array, "M L *data N G S"], batch: PreparedBatch) -> None:
+    """Raise unless every slot computed exactly the number of rows in its quota. Runs on the host.
+
+    If there are several processes, every process must call it.
+
+    Args:
+        slot_rows: the ``slot_rows`` of the layers' outputs (`relibra_jax.nnx.MoEOutput`), for all micro-batches and
+            layers. With ``ExpertParallel(check_rows=True)`` the receiving ranks have counted them. Otherwise they are
+            copied from the plan, and this check always passes.
+        batch: the batch, prepared from a replay, that the layers executed.
+
+    Raises:
+        ValueError: if ``slot_rows`` has a different shape than the plan.
+        RuntimeError: if a slot computed a different number of rows than its quota. The message has the first such slot.
+    """
+    plan = batch.batch_plan.plan
+    quota, expert = map(np.asarray, by_group((plan.quota, plan.slot_expert), batch.parallel))
+    rows = whole_array(slot_rows)
+    if rows.shape != quota.shape:
+        raise ValueError(f"slot_rows: expected shape {quota.shape}, found {rows.shape}")
+    if (rows != quota).any():
+        place = tuple(np.argwhere(rows != quota)[0].tolist())
+        axes = ("micro-batch", "layer", *batch.parallel.data_axes, "node", "rank", "slot")
+        where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
+        raise RuntimeError(
+            f"{where}: expert {expert[place]} computed {rows[place]} rows, but the plan's quota is {quota[place]}"
+        )
