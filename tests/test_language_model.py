@@ -114,7 +114,7 @@ def oracle(model, tokens):
 
 
 @pytest.mark.slow
-def test_live_forward_is_qwen3_moe():
+def test_language_model_live_equals_qwen3_moe():
     output = live()
     for sample in (0, 13, 14):
         length = LENGTHS[sample]
@@ -168,7 +168,7 @@ def by_expert(model, leaf):
 
 
 @pytest.mark.slow
-def test_replay_is_the_live_forward_and_no_plan_changes_it():
+def test_language_model_replay_equals_live_under_every_plan():
     grads, (logits, log_probs, ids) = gradient_step(policy(), *replayed("static"))
     expected = np.where(MASK[..., None], live().logits, 0)
     np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=1e-6)
@@ -192,7 +192,7 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
 
 
 @pytest.mark.slow
-def test_live_routing_under_a_plan_of_another_load():
+def test_language_model_routes_live_under_a_plan_of_another_load():
     plans = replayed("relibra")[1]._replace(load=None)
     run = nnx.jit(lambda policy, plans: policy(TOKENS[::-1], MASK[::-1], layers=plans, parallel=SAFE))
     output = run(reordered_policy(), plans)
@@ -205,7 +205,7 @@ def test_live_routing_under_a_plan_of_another_load():
 
 
 @pytest.mark.parametrize("fewest_read", [2, 64])
-def test_token_by_token_equals_the_whole_sequence(fewest_read, monkeypatch):
+def test_language_model_token_by_token_equals_the_whole_sequence(fewest_read, monkeypatch):
     """The result depends neither on the cache columns of a sample's tokens nor on the number of columns read."""
     monkeypatch.setattr("relibra_jax.models.cache.FEWEST_READ", fewest_read)
     rng, columns = np.random.default_rng(3), 11
@@ -242,7 +242,7 @@ def test_token_by_token_equals_the_whole_sequence(fewest_read, monkeypatch):
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
-def test_decoding_writes_the_cache_in_place(dense_layers):
+def test_language_model_decoding_writes_the_cache_in_place(dense_layers):
     """The compiled program writes only slices into arrays of the cache's size."""
     room = 300
     config = dataclasses.replace(CONFIG, dense_layers=dense_layers, dense_width=24)
@@ -269,7 +269,7 @@ def test_decoding_writes_the_cache_in_place(dense_layers):
     assert set(written) <= {*reads, "fusion"}, written
 
 
-def test_parameters_are_on_the_mesh_and_do_not_depend_on_it():
+def test_make_model_parameters_do_not_depend_on_the_mesh():
     model = policy()
     shape = (CONFIG.layers, 2, 4, TOPOLOGY.home_slots, 3, CONFIG.width, CONFIG.expert_width)
     assert model.layers.experts.experts.shape == shape

@@ -190,7 +190,7 @@ def host_error(plan):
 
 
 @pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
-def test_a_corrupted_plan_is_right_or_nan(path):
+def test_moe_layer_under_a_corrupted_plan_is_right_or_nan(path):
     """A corrupted plan gives right results or NaN, and right ones if the host accepts it.
 
     Only the layer can detect the load of another batch.
@@ -219,7 +219,7 @@ def test_a_corrupted_plan_is_right_or_nan(path):
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-def test_the_host_refuses_what_the_layer_would(corrupt):
+def test_check_plan_rejects_what_is_valid_rejects(corrupt):
     """The host rejects every plan that does not fit its load. A plan for the routing of another batch does fit."""
     rng, count = np.random.default_rng(1), 0
     for _ in range(12):
@@ -234,7 +234,7 @@ def test_the_host_refuses_what_the_layer_would(corrupt):
     assert count > 0
 
 
-def test_a_valid_plan_is_right_and_its_gradients_are_finite():
+def test_moe_layer_under_a_valid_plan_is_right_and_finite():
     rng = np.random.default_rng(2)
     for path in PATHS:
         ids, plan = routed_plan(rng)

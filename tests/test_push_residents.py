@@ -92,23 +92,23 @@ def check(mesh, plan, **options):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_resident_slot_gets_its_expert_and_every_expert_its_gradients(mesh):
+def test_push_residents_fills_slots_and_returns_gradients(mesh):
     for seed in range(3):
         check(mesh, random_residents(topology_of(mesh), seed)[0])
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]))
-def test_any_plan(seed, fill):
+def test_push_residents_works_for_any_plan(seed, fill):
     check("2x4", random_residents(topology_of("2x4"), seed, fill)[0])
 
 
-def test_chunks_change_nothing():
+def test_push_residents_is_the_same_in_chunks():
     """Rows of 5 columns go in chunks of 2, 2 and 1."""
     check("2x4", random_residents(topology_of("2x4"), 0)[0], chunk_bytes=LAYERS * 2 * 3 * WIDTH * 2 * 4)
 
 
-def test_the_way_back_is_the_transpose_that_jax_takes():
+def test_return_gradients_is_the_transpose_of_the_push():
     topology = topology_of("2x4")
     plan, _ = random_residents(topology, 1)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
@@ -120,7 +120,7 @@ def test_the_way_back_is_the_transpose_that_jax_takes():
     np.testing.assert_array_equal(actual, desired)
 
 
-def test_layers_may_be_stacked_or_not():
+def test_push_residents_takes_stacked_and_single_layers():
     topology = topology_of("2x4")
     plan, _ = random_residents(topology, 2)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
@@ -135,7 +135,7 @@ def test_layers_may_be_stacked_or_not():
 
 
 @pytest.mark.slow
-def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
+def test_push_residents_runs_over_data_and_fsdp_axes():
     """Over the axis data every copy has separate residents, whose gradients are summed when they return.
 
     Over fsdp, residents are sharded like homes.
@@ -164,7 +164,7 @@ def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
     np.testing.assert_allclose(returned, of_sum(gradients.sum((1, 2))), rtol=1e-5, atol=1e-6)
 
 
-def test_weights_travel_in_the_dtype_of_the_computation():
+def test_push_residents_sends_the_dtype_of_the_computation():
     topology = topology_of("2x4")
     plan, _ = random_residents(topology, 4)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
@@ -174,7 +174,7 @@ def test_weights_travel_in_the_dtype_of_the_computation():
 
 
 @pytest.mark.parametrize("mesh", ["2x4", "4x2"])
-def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
+def test_push_residents_crosses_once_for_each_node(mesh):
     """Crossings equal a plain count: one per expert and node, however many ranks of the node hold the expert."""
     topology = topology_of(mesh)
     plan, load = random_residents(topology, 5, fill=1.0)
@@ -196,7 +196,7 @@ def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
     assert count_capacities(layer_plans(plan, load), topology).push == sizes
 
 
-def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
+def test_push_residents_sends_an_expert_from_its_rank_once():
     """If expert 0 is a resident on every other node, its rank exports it once, and one crosses to each node."""
     topology = topology_of("8x1", resident_slots=1)
     resident = np.full((1, 8, 1, 1), EMPTY)
@@ -211,7 +211,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
 
 
 @pytest.mark.parametrize("small", [None, "exports", "pair", "own"])
-def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
+def test_push_residents_is_nan_in_too_small_buffers(small):
     """Counted sizes are exact: with room for one expert less, the result is NaN."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7)
@@ -228,7 +228,7 @@ def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
         assert np.isnan(pushed).all()
 
 
-def test_a_plan_without_residents_pushes_nothing():
+def test_push_residents_of_no_residents_sends_nothing():
     """Planners without residents leave resident slots empty, and the counted buffers hold no expert."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7, fill=0.0)
@@ -247,7 +247,7 @@ def test_a_plan_without_residents_pushes_nothing():
     assert np.isnan(pushed).all()
 
 
-def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
+def test_check_residents_rejects_outdated_residents():
     topology = topology_of("2x4")
     plan, other = (random_residents(topology, seed)[0] for seed in (0, 1))
     experts = np.asarray(resident_experts(plan, topology))
@@ -269,7 +269,7 @@ def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
         ({"slots": 1}, r"experts: expected shape \(3, 2, 4, 2, .*found \(3, 2, 4, 1"),
     ],
 )
-def test_what_cannot_be_pushed_is_refused(change, message):
+def test_push_residents_rejects_what_cannot_be_pushed(change, message):
     topology = topology_of("2x4")
     plan, _ = random_residents(topology, 8)
     experts = at_home(plan, topology)[: change.get("layers", LAYERS), :, :, : change.get("slots", 2)]

@@ -29,7 +29,7 @@ def check_layout(layout, assignment, lengths):
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(1, 2), st.floats(0.1, 1))
-def test_every_token_has_one_place(lengths, micro_batches, least_fill):
+def test_lay_out_rows_gives_every_token_one_place(lengths, micro_batches, least_fill):
     lengths = np.array(lengths)
     assignment = pack_samples(lengths, TOPOLOGY, num_micro_batches=micro_batches)
     layout = lay_out_rows(assignment, lengths, least_fill=least_fill)
@@ -39,7 +39,7 @@ def test_every_token_has_one_place(lengths, micro_batches, least_fill):
         assert again.shape == layout.shape
 
 
-def test_rows_are_as_many_as_padding_allows():
+def test_lay_out_rows_takes_as_many_rows_as_padding_allows():
     lengths = np.array([8, 8, 4, 4, 8, 8, 4, 4])
     assignment = Assignment(np.arange(8, dtype=np.int32).reshape(1, 1, 2, 4))
     assert lay_out_rows(assignment, lengths).shape == (3, 8)
@@ -50,7 +50,7 @@ def test_rows_are_as_many_as_padding_allows():
     assert layout.fill == 49 / 50
 
 
-def test_a_shape_is_kept_while_samples_fit_and_fill_it():
+def test_lay_out_rows_keeps_a_shape_while_samples_fill_it():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
     assert lay_out_rows(assignment, np.array([5, 5, 5, 4]), shape=(2, 5)).shape == (2, 5)
     assert lay_out_rows(assignment, np.array([50, 49, 48, 49]), shape=(2, 51)).shape == (2, 51)
@@ -58,7 +58,7 @@ def test_a_shape_is_kept_while_samples_fit_and_fill_it():
     assert lay_out_rows(assignment, np.array([5, 5, 5, 5]), shape=(2, 9)).shape == (2, 5)
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_lay_out_rows_rejects_other_samples_and_fills():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
     with pytest.raises(ValueError, match="the assignment has sample 3, but lengths has only 3 entries"):
         lay_out_rows(assignment, np.ones(3, int))

@@ -21,7 +21,7 @@ CHECKS = [
 
 
 @pytest.mark.long
-def test_two_processes_of_four_devices(tmp_path):
+def test_two_processes_execute_and_restore_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -77,7 +77,7 @@ def _sums(leaf: ExpertLeaf, home: Int[np.ndarray, "L E"]) -> Iterator[tuple[Any,
 def _expert_of_slot(leaf: ExpertLeaf, home: Int[np.ndarray, "L E"]) -> UInt32[np.ndarray, "..."]:
     """Return the logical expert in each slot of a leaf, ``[N, G, H]`` or stacked ``[l, N, G, H]``."""
     slots = leaf.array.shape[: 3 + leaf.stacked]
-    return np.argsort(home[list(leaf.rows)], axis=1).astype(np.uint32).reshape(slots)
+    return np.argsort(home[list(leaf.layer_numbers)], axis=1).astype(np.uint32).reshape(slots)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked", "on_host"))

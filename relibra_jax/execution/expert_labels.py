@@ -34,7 +34,7 @@ class ExpertLeaf(NamedTuple):
         return isinstance(self.layers, range)
 
     @property
-    def rows(self) -> Sequence[int]:
+    def layer_numbers(self) -> Sequence[int]:
         """The layers of the leaf in order; empty for a leaf without experts."""
         if isinstance(self.layers, range):
             return self.layers
@@ -160,7 +160,7 @@ def _labelled_prefix(path: tuple[Any, ...], labels: dict[tuple[Any, ...], Layers
 
 def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topology) -> None:
     where, array = f"tree{leaf_name(leaf.path)}", leaf.array
-    for layer in leaf.rows:
+    for layer in leaf.layer_numbers:
         if not 0 <= layer < num_layers:
             raise ValueError(f"{where}: layer {layer} is outside the {num_layers} layers of the homes")
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
@@ -168,7 +168,7 @@ def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topolog
             f"{where}: expected an array over the ranks of the mesh, found {type(array).__name__}"
         )
     ranks = (topology.num_nodes, topology.ranks_per_node, topology.home_slots)
-    lead = (len(leaf.rows),) * leaf.stacked + ranks
+    lead = (len(leaf.layer_numbers),) * leaf.stacked + ranks
     if array.shape[: len(lead)] != lead:
         names = "[layers, N, G, H, ...]" if leaf.stacked else "[N, G, H, ...]"
         expected = ", ".join(map(str, lead))

@@ -44,7 +44,7 @@ class FetchTables(NamedTuple):
     source: Int[jax.Array, "*stack arrived"]
     """In a ragged exchange, the received row of each replica slot of this rank. In a padded exchange, for the R slots
     of every rank, the row among the pieces of all ranks' X exports. EMPTY for empty slots."""
-    places: Int[jax.Array, "*stack rows copies"]
+    places: Int[jax.Array, "*stack rows uses"]
     """The slots that take each row, the inverse of ``source``; EMPTY for none."""
     fits: Bool[jax.Array, "*stack"]
     """Whether the buffers are large enough for the exports of all ranks."""

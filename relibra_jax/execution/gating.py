@@ -208,11 +208,11 @@ def balance_loss(
     """Compute one micro-batch's share of a layer's load-balancing loss over the whole batch.
 
     The docstring of `relibra_jax.execution.gating` has the formula. The shares of all micro-batches of an update, on
-    all data-parallel copies, add up to the loss; do not average them.
+    all data-parallel groups, add up to the loss; do not average them.
 
     Args:
         logits: the router's logits of one micro-batch; differentiable.
-        batch_load: token copies of each expert in the whole batch, over all data-parallel copies:
+        batch_load: token copies of each expert in the whole batch, over all data-parallel groups:
             ``load[:, layer].sum((0, 1, 2))`` for ``load[M, L, N, G, E]``.
         gating: the gating of the model.
         mask: True for real tokens. None for no padding.

@@ -171,7 +171,7 @@ def _check_no_aliases(leaves: list[ExpertLeaf]) -> None:
 
 def _migrate(leaf: ExpertLeaf, tables: dict[int, MoveTables]) -> jax.Array:
     array = leaf.array
-    for index, layer in enumerate(leaf.rows):
+    for index, layer in enumerate(leaf.layer_numbers):
         if layer in tables:
             array = migration_step(array.sharding, stacked=leaf.stacked)(
                 array, np.int32(index), tables[layer]

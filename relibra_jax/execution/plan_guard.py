@@ -39,7 +39,7 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
 
     # Empty arrays of replicas must stay out of the compiled layer: Shardy crashes (jaxlib 0.11) if a scan's backward
     # pass hoists one out of the shard_map.
-    copies_valid = _copies_valid(slots, home, topology, across_nodes) if slots.shape[1] > homes else True
+    others_valid = _others_valid(slots, home, topology, across_nodes) if slots.shape[1] > homes else True
 
     load = jnp.asarray(plan.load)
     total = load.sum((0, 1), dtype=jnp.int32)
@@ -47,11 +47,11 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
     expert = jnp.where(slots == EMPTY, experts, slots)
     quota_sum = jnp.zeros(experts, jnp.int32).at[expert].add(quota, mode="drop")
     quotas_valid = ((quota >= 0) & (quota <= largest)).all() & (quota_sum == total).all() & (load >= 0).all()
-    return in_range & homes_valid & copies_valid & quotas_valid
+    return in_range & homes_valid & others_valid & quotas_valid
 
 
-def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
-    """Return whether no rank has an expert twice, and every replica is on a node that has its expert."""
+def _others_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
+    """Check residents and replicas: no rank has an expert twice, and every replica is on a node with its expert."""
     homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
     resident, replica = slots[:, homes:held_slots], slots[:, held_slots:]
     valid: jax.Array | bool = True
@@ -76,12 +76,12 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
     return valid & on_node.all()
 
 
-def _ordered_and_unique(copies, home, topology: Topology) -> jax.Array:
+def _ordered_and_unique(experts, home, topology: Topology) -> jax.Array:
     """Return whether a rank's residents (or replicas) are in order, without duplicates, and at home elsewhere."""
-    # If the home slots of the copies ascend along a rank, no expert is twice among them.
-    source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])
+    # If the home slots of the experts ascend along a rank, no expert is twice among them.
+    source = jnp.where(experts == EMPTY, topology.num_experts, home[jnp.maximum(experts, 0)])
     valid = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
-    if copies.shape[1] > 1:
+    if experts.shape[1] > 1:
         valid &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
     return valid
 

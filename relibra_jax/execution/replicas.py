@@ -226,10 +226,10 @@ _pull.defvjp(lambda exports, tables, exchange: (_pull(exports, tables, exchange)
 
 @jax.custom_vjp
 def _pack(buffers, slot, x):
-    """Copy the experts in the slots ``slot`` (zeros for EMPTY), and return ``(buffers, exports, x)``.
+    """Pack the experts in the slots ``slot`` (zeros for EMPTY) as exports, and return ``(buffers, exports, x)``.
 
-    Barriers make the copies wait for ``x``, and the returned ``x`` wait for the copies. The experts themselves pass no
-    barrier, so that kernels read them directly from the parameters.
+    Barriers make the exports wait for ``x``, and the returned ``x`` wait for the exports. The experts themselves pass
+    no barrier, so that kernels read them directly from the parameters.
     """
     slot, x = jax.lax.optimization_barrier((slot, x))
     exports = sum(
@@ -241,7 +241,7 @@ def _pack(buffers, slot, x):
 
 
 def _unpack(slot, cotangents):
-    """Add the gradients of the copies to those of the experts, one by one and in place.
+    """Add the gradients of the exports to those of the experts, one by one and in place.
 
     A barrier makes the backward pass of the layer below wait for this.
     """
@@ -249,10 +249,10 @@ def _unpack(slot, cotangents):
     d_exports, d_x = jax.lax.optimization_barrier((d_exports, d_x))
 
     def add_to(d_experts, index, in_buffer):
-        def add(copy, d_experts):
-            place = jnp.where(in_buffer[copy], index[copy], 0)
-            d_copy = jnp.where(in_buffer[copy], d_exports[copy], 0)
-            return jax.lax.dynamic_update_index_in_dim(d_experts, d_experts[place] + d_copy, place, 0)
+        def add(export, d_experts):
+            place = jnp.where(in_buffer[export], index[export], 0)
+            d_export = jnp.where(in_buffer[export], d_exports[export], 0)
+            return jax.lax.dynamic_update_index_in_dim(d_experts, d_experts[place] + d_export, place, 0)
 
         return jax.lax.fori_loop(0, len(slot), add, d_experts)
 

@@ -27,7 +27,7 @@ from relibra_jax.cost.cost_model import ROWS, CostModel
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
-    BatchSizes,
+    BufferSizes,
     check_state,
     count_sizes,
     first_sizes,
@@ -418,7 +418,7 @@ class Balancer:
         check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
         return _Planned(replay, batch, stages, prices, plans, state, next_key, time.perf_counter() - begin)
 
-    def _prepare_stage(self, number: int, planned: _Planned, sizes: BatchSizes) -> PreparedBatch:
+    def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its rows, and its layers on the devices."""
         plan, shape = planned.plans[number], stage_shape(planned.plans[number], self.parallel)
         num_samples, num_tokens = planned.replay.mask.shape

@@ -96,7 +96,7 @@ def first_sizes(parallel: ExpertParallel) -> Capacities:
     return parallel.capacities or _zero_sizes(counts_visits=parallel.path != "flat")
 
 
-class BatchSizes(NamedTuple):
+class BufferSizes(NamedTuple):
     """The buffer sizes of a batch, with the counts from which they follow."""
 
     visits: Sequence[Int[np.ndarray, "M L P N"] | None]
@@ -112,7 +112,7 @@ def count_sizes(
     plans: Sequence[BatchPlan],
     capacities: Mapping[str, Capacities],
     parallel: ExpertParallel,
-) -> BatchSizes:
+) -> BufferSizes:
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
     Args:
@@ -131,7 +131,7 @@ def count_sizes(
         shape = stage_shape(plan, parallel)
         need = count_capacities(plan.layer_plans(), parallel.topology, visits=stage_visits)
         grown[shape] = _grow(grown.get(shape, first_sizes(parallel)), need)
-    return BatchSizes(visits, grown, time.perf_counter() - begin)
+    return BufferSizes(visits, grown, time.perf_counter() - begin)
 
 
 def _grow(sizes: Capacities, need: Capacities) -> Capacities:
