@@ -269,7 +269,8 @@ class Balancer:
                 "num_samples and capacities are for live routing: remove them, the replay determines both"
             )
         self._check(model, optimizer, replay)
-        planned = self._plan_replay(replay, stages, updates)
+        with jax.profiler.TraceAnnotation("plan"):
+            planned = self._plan_replay(replay, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
             sizes = count_sizes(planned.replay, planned.plans, self._capacities, self.parallel)
         with jax.profiler.TraceAnnotation("migrate"):
@@ -391,7 +392,6 @@ class Balancer:
     def _prices(self, num_stages: int, updates: Sequence[int] | None) -> tuple[Price, ...]:
         return stage_prices(self._cost, self.parallel, num_stages, updates=updates, rows=self.rows)
 
-    @jax.profiler.annotate_function(name="plan")
     def _plan_replay(
         self, replay: RoutingReplay, stages: Sequence[Stage], updates: Sequence[int] | None
     ) -> _Planned:
