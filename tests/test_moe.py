@@ -254,7 +254,7 @@ def test_moe_layer_equals_the_dense_reference_for_any_plan(drawn):
 def test_moe_layer_over_data_axes_has_plans_by_group_and_shared_homes():
     """The layer works with axes data and fsdp around one node of two ranks.
 
-    There are four copies of the group, each with its own load and plan, and experts are also sharded over fsdp. All
+    There are four groups, each with its own load and plan, and experts are also sharded over fsdp. All
     copies share their homes, and gradients are summed over all copies.
     """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)

@@ -364,7 +364,7 @@ def test_expert_param_sharding_metadata_says_where_experts_lie(stacked):
     np.testing.assert_array_equal(moved["experts"][...], before)
 
 
-# A stack of two layers over two data-parallel copies of the group.
+# A stack of two layers over two data-parallel groups.
 LAYERS = 2
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 COPIES = ExpertParallel(mesh=expert_mesh(SMALL, data=2), topology=SMALL)
@@ -403,7 +403,7 @@ def train(*, planned):
     for batch in range(3):
         ids = np.random.default_rng(batch).integers(0, 7, (LAYERS, *STACK_X.shape[:-1], TOP_K))
         ids[..., 1] = np.where(ids[..., 1] == ids[..., 0], 7, ids[..., 1])
-        # For a planner the copies of the group are micro-batches of the batch: [data, L, ranks, tokens, K].
+        # For a planner the groups are further micro-batches of the batch: [data, L, ranks, tokens, K].
         load = load_of(np.swapaxes(ids.reshape(LAYERS, 2, 4, -1, TOP_K), 0, 1), SMALL)
         plan = random_plan(np.random.default_rng(batch), load, SMALL)
         if not planned:

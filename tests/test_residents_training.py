@@ -96,7 +96,7 @@ class Run:
             PLANNER,
             ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
             num_layers=LAYERS,
-            num_micro_batches=MICRO_BATCHES * UPDATES,  # of each copy of the group
+            num_micro_batches=MICRO_BATCHES * UPDATES,  # of each group
             key=jax.random.key(0),
             assign=None,
         )

@@ -161,7 +161,7 @@ class Plan(NamedTuple):
 class LayerPlan(NamedTuple):
     """The plan of one MoE layer in one micro-batch, with the load for which it was made.
 
-    Layer plans can be stacked over the layers (for a scan), over micro-batches, and over the data-parallel copies of
+    Layer plans can be stacked over the layers (for a scan), over micro-batches, and over the data-parallel groups of
     the group. Every leaf then has the same leading axes ``*stack``. A single layer plan has none of them.
     """
 
@@ -284,7 +284,7 @@ class Price:
     shared_link: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
     data_parallel: int = field(default=1, metadata={"static": True})
-    """The number of data-parallel copies of the group, which run the micro-batches of a batch at the same time."""
+    """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether the buffers of padded exchanges have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
 

@@ -1,7 +1,7 @@
 """The modelled time of a batch under a plan, in seconds, and the times of balanced runs to which plans are compared.
 
     layers   attention, compute, exchange, gathers and exposed transfers of all layers and micro-batches
-             (`relibra_jax.cost.step_time`), for the slowest data-parallel copy of the expert-parallel group
+             (`relibra_jax.cost.step_time`), for the slowest data-parallel group
     push     transfers of residents: weights before each optimizer update, gradients after it; no computation hides them
     reorder  transfers of experts with their optimizer state to new homes, once, if the previous homes are given
     rest     output head, sum of dense gradients, optimizer step: the same for all plans
@@ -89,7 +89,7 @@ def batch_time(
         lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
         cost: the unit times, from `relibra_jax.cost.cost_model.CostModel.price`, with the number of data-parallel
-            copies, which must divide M.
+            groups, which must divide M.
         visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
             to a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
@@ -198,7 +198,7 @@ def _uniform_visits(topology: Topology, top_k: Float[jax.Array, ""]) -> Float[ja
 def _slowest_copy(
     times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array, rest: jax.Array
 ) -> BatchTime:
-    """Sum the parts of the time over layers and micro-batches, for the data-parallel copy with the longest total."""
+    """Sum the parts of the time over layers and micro-batches, for the data-parallel group with the longest total."""
     micro_batches = times.total.shape[0]
     if micro_batches % data_parallel:
         raise ValueError(

@@ -103,9 +103,9 @@ class CostModel:
     recompute: bool = False
     """Whether a batch has one more forward pass, which recomputes old log-probabilities."""
     data_parallel: int = 1
-    """The number of data-parallel copies of the group, which run the micro-batches of a batch at the same time."""
+    """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     shards: int = 1
-    """The number of data-parallel copies over which optimizer state is sharded."""
+    """The number of data-parallel groups over which optimizer state is sharded."""
     scale: float = 1.0
     """The number of tokens that each token stands for, which scales a small trace to the size of a real micro-batch."""
     stretch: float = 1.0

@@ -8,7 +8,7 @@ Bytes of every parameter with which a rank computes:
     accumulators  4  float32 gradients, summed over micro-batches
 
 Residents have weights and accumulators only, both unsharded. Masters, moments and accumulators of homes are divided by
-``shards``, the number of data-parallel copies of the group over which FSDP or ZeRO shards them. Those of attention and
+``shards``, the number of data-parallel groups over which FSDP or ZeRO shards them. Those of attention and
 shared experts, which all ranks hold, are divided by ``shards`` times the ranks of the group. All layers share one
 buffer of replicas. A compiled stack of layers allocates 1.9 to 2.5 times this buffer with either fetch (``make aot``),
 for the packed experts, the received experts and their gradient; 3 times is counted.
@@ -55,7 +55,7 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
     Args:
         topology: the expert-parallel group.
         model: the sizes of the model.
-        shards: the number of data-parallel copies of the group over which optimizer state and accumulators are sharded.
+        shards: the number of data-parallel groups over which optimizer state and accumulators are sharded.
             1 for no sharding.
 
     Raises:
@@ -89,7 +89,7 @@ def check_rank_memory(topology: Topology, model: Model, *, cluster: Cluster, sha
         topology: the expert-parallel group.
         model: the sizes of the model.
         cluster: the hardware.
-        shards: the number of data-parallel copies over which state is sharded, as in `rank_memory`.
+        shards: the number of data-parallel groups over which state is sharded, as in `rank_memory`.
 
     Raises:
         ValueError: under the conditions of `rank_memory`, or if a rank needs more memory than it has. The message has

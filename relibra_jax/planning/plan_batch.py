@@ -40,7 +40,7 @@ class Stage:
     """
 
     num_micro_batches: int
-    """M, the number of micro-batches. Those of data-parallel copies of the group count as additional micro-batches."""
+    """M, the number of micro-batches. Those of data-parallel groups count as additional micro-batches."""
     samples: range | None = None
     """The samples of the stage, as a range of consecutive samples of the batch. None for all samples."""
     start: Assignment | None = None

@@ -74,7 +74,7 @@ def count_capacities(
 
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``, for all micro-batches that the compiled step
-            runs, including those of all data-parallel copies of the group. The plans must be valid.
+            runs, including those of all data-parallel groups. The plans must be valid.
         topology: the expert-parallel group.
         visits: the number of tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits`
             returns it. Only hierarchical dispatch needs them; with None its sizes are not counted.
