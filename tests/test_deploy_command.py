@@ -1,4 +1,4 @@
-"""``relibra deploy``: the numbers that it prints and writes, and its errors for bad input."""
+"""``python -m experiments.deploy``: the numbers that it prints and writes, and its errors for bad input."""
 
 import itertools
 import json
@@ -6,22 +6,27 @@ import json
 import numpy as np
 import pytest
 
+from experiments.deploy.__main__ import Deploy, main
+from experiments.deploy.best_deployments import InFlight, over_micro_batches
 from experiments.deploy.deployments import Deployment, Score, Search
-from experiments.deploy.rows import InFlight, over_micro_batches
-from relibra_jax.cli.main import main
+from experiments.program import run_program
 
 FEW = ["--expert-groups", "4", "--replica-slots", "0", "1", "--attention-copies", "8", "16"]
+
+
+def deploy(*args):
+    return run_program(main, Deploy, list(map(str, args)))
 
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
     """The JSON report and the files of a small run on the recorded trace."""
     out = tmp_path_factory.mktemp("deploy")
-    assert main(["deploy", *FEW, "--slo", "0.04", "--out", str(out)]) == 0
+    assert deploy(*FEW, "--slo", "0.04", "--out", out) == 0
     return json.loads((out / "deploy.json").read_text()), sorted(path.name for path in out.iterdir())
 
 
-def test_rows_are_consistent(deployed):
+def test_deploy_writes_consistent_rows(deployed):
     report, files = deployed
     assert files == ["deploy.json", "deploy.png"]
     even, contiguous, planned = report["rows"].values()
@@ -44,7 +49,7 @@ def test_rows_are_consistent(deployed):
         assert 0 <= row["attention_idle"] < 1
 
 
-def test_micro_batches_in_flight_gain_at_most_their_number(deployed):
+def test_deploy_gains_at_most_the_number_of_micro_batches(deployed):
     report, _ = deployed
     points = report["micro_batches"]
     assert [point["micro_batches"] for point in points] == [1, 2, 3, 4]
@@ -56,7 +61,7 @@ def test_micro_batches_in_flight_gain_at_most_their_number(deployed):
         assert 1 <= after["same"] / before["same"] <= after["micro_batches"] / before["micro_batches"]
 
 
-def test_numbers_of_micro_batches_without_a_feasible_deployment():
+def test_over_micro_batches_without_a_feasible_deployment():
     candidates = Deployment(
         *(np.array([1, 1, 1, 1]) for _ in range(4)), np.array([1, 1, 2, 2]), np.array([1, 2, 1, 2])
     )
@@ -68,18 +73,11 @@ def test_numbers_of_micro_batches_without_a_feasible_deployment():
     assert two == InFlight(2, 4.0, None)
 
 
-def test_a_simulated_step_beyond_the_time_between_tokens_is_marked(tmp_path, capsys):
-    small = [
-        "--expert-groups",
-        "16",
-        "--replica-slots",
-        "0",
-        "--attention-copies",
-        "32",
-        "--attention-cluster",
-        "h200",
-    ]
-    assert main(["deploy", *small, "--slo", "0.0115", "--out", str(tmp_path)]) == 0
+def test_deploy_marks_simulated_steps_beyond_the_slo(tmp_path, capsys):
+    options = (
+        "--expert-groups 16 --replica-slots 0 --attention-copies 32 --attention-cluster h200 --slo 0.0115"
+    )
+    assert deploy(*options.split(), "--out", tmp_path) == 0
     report = json.loads((tmp_path / "deploy.json").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
     for name, row in report.items():
@@ -90,122 +88,78 @@ def test_a_simulated_step_beyond_the_time_between_tokens_is_marked(tmp_path, cap
     assert {row["simulated_within_slo"] for row in report.values()} == {False, True}
 
 
-def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
-    sizes = [
-        "--model",
-        "deepseek-v3",
-        "--tensor-parallel",
-        "8",
-        "--attention-copies",
-        "1",
-        "--sequences",
-        "25",
-    ]
-    options = ["--expert-groups", "2", "--replica-slots", "0", "--context", "12000", "--slo", "2"]
-    assert main(["deploy", *sizes, *options, "--out", str(tmp_path)]) == 0
+def test_deploy_reports_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
+    sizes = "--model deepseek-v3 --tensor-parallel 8 --attention-copies 1 --sequences 25"
+    limits = "--expert-groups 2 --replica-slots 0 --context 12000 --slo 2"
+    assert deploy(*sizes.split(), *limits.split(), "--out", tmp_path) == 0
     assert "3 to 4 none fits" in capsys.readouterr().out
     report = json.loads((tmp_path / "deploy.json").read_text(), parse_constant=pytest.fail)
     assert report["micro_batches"][-1]["best"] is None
 
 
-@pytest.mark.parametrize(
-    "setting", [("--slo", "0"), ("--context", "nan"), ("--expert-price", "-1"), ("--sequences", "0")]
-)
-def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.deploy.command.make_rows", pytest.fail)
-    assert main(["deploy", *setting, "--out", str(tmp_path)]) == 2
+@pytest.mark.parametrize("setting", ["--slo 0", "--context nan", "--expert-price -1", "--sequences 0"])
+def test_deploy_refuses_settings_before_it_plans_placements(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr("experiments.deploy.__main__.find_best_deployments", pytest.fail)
+    assert deploy(*setting.split(), "--out", tmp_path) == 2
+
+
+FEW_TEXT = " ".join(FEW)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        (["--attention-cluster", "h10"], "cluster='h10' must be one of h100, h200"),
-        (["--expert-cluster", "h2000"], "did you mean h200"),
-        (["--model", "gpt-oss-21b"], "did you mean gpt-oss-20b"),
-        (["--expert-groups", "3"], "num_experts=16 must divide evenly over 3 groups of expert devices"),
-        ([*FEW, "--replica-slots", "17"], "replica_slots=17 must be an integer of at least 0 and at most 16"),
-        (["--replica-slots"], "replica_slots must name at least one number of slots"),
-        (
-            ["--expert-groups", "1", "--replica-slots", "1"],
-            "replica_slots=(1,) with expert_groups=(1,) leaves no placement to try",
+    {
+        "--attention-cluster h10": "cluster='h10' must be one of h100, h200",
+        "--expert-cluster h2000": "did you mean h200",
+        "--model gpt-oss-21b": "did you mean gpt-oss-20b",
+        "--expert-groups 3": "num_experts=16 must divide evenly over 3 groups of expert devices",
+        f"{FEW_TEXT} --replica-slots 17": "replica_slots=17 must be an integer of at least 0 and at most 16",
+        "--replica-slots": "replica_slots must name at least one number of slots",
+        "--expert-groups 1 --replica-slots 1": (
+            "replica_slots=(1,) with expert_groups=(1,) leaves no placement to try"
         ),
-        ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
-        ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
-        ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
-        (
-            ["--tensor-parallel", "16", "--attention-cluster", "gb200-nvl72"],
-            "tensor_parallel=16 must be at most the 8 devices of a node",
+        f"{FEW_TEXT} --slo 0": "slo=0.0 must be positive and finite",
+        f"{FEW_TEXT} --micro-batches 0": "micro_batches=0 must be an integer of at least 1",
+        f"{FEW_TEXT} --memory-share 1.1": "memory_share=1.1 must be above 0 and at most 1",
+        "--tensor-parallel 16 --attention-cluster gb200-nvl72": (
+            "tensor_parallel=16 must be at most the 8 devices of a node"
         ),
-        (
-            [
-                "--tensor-parallel",
-                "72",
-                "--attention-cluster",
-                "gb200-nvl72",
-                "--expert-cluster",
-                "gb200-nvl72",
-            ],
-            "tensor_parallel=72 must divide the model's heads 64",
+        "--tensor-parallel 72 --attention-cluster gb200-nvl72 --expert-cluster gb200-nvl72": (
+            "tensor_parallel=72 must divide the model's heads 64"
         ),
-        (
-            ["--model", "qwen3-30b-a3b", "--tensor-parallel", "3"],
-            "tensor_parallel=3 must divide the model's heads 32",
+        "--model qwen3-30b-a3b --tensor-parallel 3": "tensor_parallel=3 must divide the model's heads 32",
+        "--seed -1": "seed=-1 must be an integer of at least 0",
+        "--expert-groups 4 --replica-slots 0 --slo 1e-4": "the fastest that fits the memory takes",
+        "--expert-groups 1 --replica-slots 0 --model deepseek-v3 --tensor-parallel 1": (
+            "an expert device needs at least 81.74 GB but may use 72.00 GB, 9.74 GB too few"
         ),
-        (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
-        (
-            ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
-            "the fastest that fits the memory takes",
-        ),
-        (
-            [
-                "--expert-groups",
-                "1",
-                "--replica-slots",
-                "0",
-                "--model",
-                "deepseek-v3",
-                "--tensor-parallel",
-                "1",
-            ],
-            "an expert device needs at least 81.74 GB but may use 72.00 GB, 9.74 GB too few",
-        ),
-    ],
+    }.items(),
 )
-def test_bad_input(options, says, tmp_path, capsys):
-    assert main(["deploy", *options, "--out", str(tmp_path / "out")]) == 2
+def test_deploy_reports_bad_input_in_one_line(options, says, tmp_path, capsys):
+    assert deploy(*options.split(), "--out", tmp_path / "out") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (tmp_path / "out").exists()
 
 
-def test_halves_of_a_sorted_trace_are_alike_when_shuffled(tmp_path):
+def test_deploy_shuffles_a_sorted_trace_into_halves_that_are_alike(tmp_path):
     path = tmp_path / "sorted.npz"
-    ids = np.repeat(np.arange(4, dtype=np.uint8), 16)[
-        :, None, None
-    ]  # 64 samples of a token each, sorted by its expert
+    # 64 samples of a token each, sorted by its expert.
+    ids = np.repeat(np.arange(4, dtype=np.uint8), 16)[:, None, None]
     np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.ones(64, int))
     busiest = {}
     for order in ("given", "shuffled"):
-        options = [
-            "--order",
-            order,
-            "--expert-groups",
-            "2",
-            "--replica-slots",
-            "1",
-            "--out",
-            str(tmp_path / order),
-        ]
-        assert main(["deploy", str(path), *options]) == 0
+        options = f"--order {order} --expert-groups 2 --replica-slots 1"
+        assert deploy(path, *options.split(), "--out", tmp_path / order) == 0
         report = json.loads((tmp_path / order / "deploy.json").read_text())
         busiest[order] = report["rows"]["contiguous"]["simulated_busiest_over_mean"]
         assert report["setting"].count("in shuffled order") == (order == "shuffled")
     assert busiest["shuffled"] < busiest["given"] == 2.0
 
 
-def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):
+def test_deploy_refuses_a_trace_of_one_sample(tmp_path, capsys):
     path = tmp_path / "one.npz"
     ids = np.zeros((3, 1, 1), np.uint8)
     np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.array([3]))
-    assert main(["deploy", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert deploy(path, "--out", tmp_path / "out") == 2
     assert "one.npz has no tokens in one half of its 1 samples" in capsys.readouterr().err

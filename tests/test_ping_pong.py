@@ -8,7 +8,7 @@ from experiments.deploy.ping_pong import simulate_ping_pong, step_time
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
-def test_simulation_of_equal_times_is_the_closed_form(micro_batches):
+def test_simulate_ping_pong_of_equal_times_is_the_closed_form(micro_batches):
     rng, layers = np.random.default_rng(micro_batches), 4
     covered = 0
     for attention, experts, exchange in rng.uniform(0.1, 3.0, (30, 3)).astype(np.float32).tolist():
@@ -25,7 +25,7 @@ def test_simulation_of_equal_times_is_the_closed_form(micro_batches):
     assert bool(covered) == (micro_batches > 1)
 
 
-def test_simulation_of_any_times_is_its_events_and_above_its_bounds():
+def test_simulate_ping_pong_agrees_with_plain_python_and_its_bounds():
     for seed in range(30):
         attention, experts, exchange = (
             np.random.default_rng(seed).exponential(1.0, (3, 4, 3)).astype(np.float32)

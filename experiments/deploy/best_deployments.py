@@ -1,47 +1,30 @@
-"""The rows of ``relibra deploy``: experts assumed equally busy, placed contiguously, or placed by a plan."""
+"""The best deployments under three assumptions: equally busy experts, contiguous placement, and planned placement."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int, Integer
 
-from experiments.deploy.deployments import Clusters, Deployment, Grid, Search, search_deployment
-from experiments.deploy.drawn_batches import draw_micro_batches
-from experiments.deploy.expert_devices import (
+from experiments.deploy.deployments import Deployment, Search, search_deployment
+from experiments.deploy.placements import (
     ExpertPlacement,
     contiguous_placement,
     even_placement,
     merge_rows,
     plan_placement,
 )
-from experiments.deploy.simulated_step import SimulatedStep, simulate_deployment
+from experiments.deploy.serving import Grid, Serving
+from experiments.deploy.simulated_step import SimulatedStep, draw_micro_batches, simulate_deployment
+from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import RoutingReplay
-from relibra_jax.cost.models import Model
+
+TOKENS: Final = 8192
+"""The most tokens that are used to count how often a token has several experts in one group."""
 
 
-class Terms(NamedTuple):
-    """The conditions under which every row is searched and simulated."""
-
-    model: Model
-    """The sizes of the model, with the trace's number of experts and top-k."""
-    clusters: Clusters
-    """The hardware and prices of the attention and expert devices."""
-    grid: Grid
-    """The deployments to try."""
-    slo: float
-    """The most seconds between two tokens of a sequence."""
-    context: float
-    """The mean number of tokens of a sequence in the key-value cache."""
-    memory_share: float
-    """The share of a device's memory that weights and caches may take."""
-    seed: int
-    """The seed of the placement search and of the simulated step."""
-
-
-class Row(NamedTuple):
-    """One assumption about the experts, and the best deployment under it."""
+class BestDeployment(NamedTuple):
+    """The best deployment under one assumption about the experts."""
 
     experts: str
     """The assumption: equally busy experts, contiguous placement, or planned placement."""
@@ -56,9 +39,14 @@ class Row(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """The number of sequences in flight in the best deployment."""
+        """The number of sequences in flight."""
         best = self.search.best
         return int(best.micro_batches * best.sequences * best.attention_copies)
+
+    @property
+    def busiest(self) -> float:
+        """The token copies of the busiest group over those of the mean group, at the loads that it was planned from."""
+        return float(self.placement.groups * self.placement.hottest.mean())
 
     @property
     def simulated_per_price(self) -> float:
@@ -72,44 +60,49 @@ class Row(NamedTuple):
         return float(self.simulated.schedule.seconds) <= self.slo
 
 
-def make_rows(
-    terms: Terms,
-    load: Int[np.ndarray, "L E"],
-    routes: Integer[np.ndarray, "Q L K"],
-    second_half: RoutingReplay,
+def find_best_deployments(
+    serving: Serving,
+    grid: Grid,
+    before: RoutingReplay,
+    after: RoutingReplay,
     *,
     groups: Sequence[int],
     replica_slots: Sequence[int],
+    seed: int,
     progress: Callable[[], None],
-) -> list[Row]:
+) -> list[BestDeployment]:
     """Search for the best deployment with even, contiguous and planned experts, and simulate a step of each.
 
     Args:
-        terms: the conditions that all rows share.
-        load: token copies of each expert in the first half of the trace, by which experts are placed.
-        routes: the experts of some tokens of the first half.
-        second_half: the routing of the second half, from which the simulated steps are drawn.
+        serving: the model, with the number of experts and top-k of the replays, the hardware and the limits.
+        grid: the deployments to try.
+        before: the routing by which experts are placed.
+        after: the routing from which the simulated steps are drawn.
         groups: the numbers of groups of expert devices to try.
         replica_slots: the numbers of replica slots to try for planned placements.
+        seed: the seed of the placement search and of the simulated steps.
         progress: a function that is called for every planned placement.
 
     Returns:
-        One row for each assumption. The deployment that assumes even experts is simulated with contiguous placement.
-        The planned row may also choose contiguous placement, because planned placement considers what groups compute
-        and not what is sent to them.
+        The best deployment under each assumption. The one that assumes even experts is simulated with contiguous
+        placement. The planned one may also have contiguous placement, because planned placement considers what groups
+        compute and not what is sent to them.
 
     Raises:
         ValueError: if the numbers do not fit each other, or no deployment is feasible.
     """
-    key = jax.random.key(terms.seed)
-    even = [even_placement(each, load.shape[-1], top_k=terms.model.top_k) for each in groups]
-    contiguous = [merge_rows(contiguous_placement(load, each), routes) for each in groups]
+    num_experts = serving.model.num_experts
+    load = np.asarray(sample_load(before, num_experts=num_experts)).sum(0)
+    routes = np.asarray(before.expert_ids)[np.asarray(before.mask)]
+    routes = routes[:: -(-len(routes) // TOKENS)]
+    even = [even_placement(number, num_experts, top_k=serving.model.top_k) for number in groups]
+    contiguous = [merge_rows(contiguous_placement(load, number), routes) for number in groups]
     planned = []
-    for each in groups:
+    for number in groups:
         for slots in replica_slots:
-            if slots and each == 1:
+            if slots and number == 1:
                 continue  # a single group already holds every expert
-            placement = plan_placement(load, each, replica_slots=slots, key=key)
+            placement = plan_placement(load, number, replica_slots=slots, key=jax.random.key(seed))
             planned.append(merge_rows(placement, routes))
             progress()
     if not planned:
@@ -117,46 +110,31 @@ def make_rows(
             f"replica_slots={tuple(replica_slots)} with expert_groups={tuple(groups)} leaves no placement to try:"
             " replicas need at least two groups"
         )
-    return [
-        _make_row(name, terms, searched, simulated, second_half)
-        for name, searched, simulated in (
-            ("even (assumed)", even, contiguous),
-            ("contiguous", contiguous, contiguous),
-            ("planned", [*contiguous, *planned], [*contiguous, *planned]),
-        )
-    ]
+    found = []
+    for experts, searched, real in (
+        ("even (assumed)", even, contiguous),
+        ("contiguous", contiguous, contiguous),
+        ("planned", [*contiguous, *planned], [*contiguous, *planned]),
+    ):
+        search = search_deployment(serving, searched, grid)
+        placement = real[int(search.best.placement)]
+        simulated = _simulate(serving, placement, search.best, after, seed)
+        found.append(BestDeployment(experts, placement, search, simulated, serving.slo))
+    return found
 
 
-def _make_row(
-    name: str,
-    terms: Terms,
-    searched: Sequence[ExpertPlacement],
-    simulated: Sequence[ExpertPlacement],
-    second_half: RoutingReplay,
-) -> Row:
-    """Search with the placements ``searched``, and simulate the best deployment with its placement in ``simulated``."""
-    model, clusters = terms.model, terms.clusters
-    search = search_deployment(
-        model,
-        clusters,
-        searched,
-        slo=terms.slo,
-        context=terms.context,
-        grid=terms.grid,
-        memory_share=terms.memory_share,
-    )
-    best: Deployment = search.best
+def _simulate(
+    serving: Serving, placement: ExpertPlacement, best: Deployment, routing: RoutingReplay, seed: int
+) -> SimulatedStep:
     load = draw_micro_batches(
-        second_half,
-        num_experts=model.num_experts,
+        routing,
+        num_experts=serving.model.num_experts,
         sequences=int(best.sequences * best.attention_copies),
         micro_batches=int(best.micro_batches),
-        layers=model.moe_layers,
-        seed=terms.seed,
+        layers=serving.model.moe_layers,
+        seed=seed,
     )
-    placement = simulated[int(best.placement)]
-    step = simulate_deployment(model, clusters, placement, best, load, context=terms.context)
-    return Row(name, placement, search, step, terms.slo)
+    return simulate_deployment(serving, placement, best, load)
 
 
 class InFlight(NamedTuple):

@@ -7,20 +7,20 @@ from typing import Final
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.deploy.rows import InFlight, Row
+from experiments.deploy.best_deployments import BestDeployment, InFlight
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
 
 LAYERS_SHOWN: Final = 4
 
 
-def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str) -> None:
+def draw_deployment(path: Path, points: Sequence[InFlight], planned: BestDeployment, title: str) -> None:
     """Draw throughput per unit of price by micro-batches in flight, and the first layers of a simulated step.
 
     Args:
         path: the PNG file to write.
         points: the throughput with each number of micro-batches in flight.
-        row: the deployment whose step is drawn.
+        planned: the deployment whose step is drawn.
         title: the model and the clusters of the deployment.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=[1, 1.6], layout="constrained")
@@ -47,14 +47,14 @@ def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str
     left.set_ylabel("modelled tokens/s per unit of price", fontsize=8)
     left.legend(fontsize=8, frameon=False, loc="lower right")
     bare(left, "y")
-    _draw_step(right, row)
+    _draw_step(right, planned)
     bare(right)
     save_figure(figure, path)
 
 
-def _draw_step(axes: plt.Axes, row: Row) -> None:
+def _draw_step(axes: plt.Axes, planned: BestDeployment) -> None:
     """Draw both sides in the first layers of the simulated step, with a colour for each micro-batch."""
-    step = row.simulated
+    step = planned.simulated
     for line, starts, lengths in (
         (1, step.schedule.attention_start, step.attention),
         (0, step.schedule.expert_start, step.experts),

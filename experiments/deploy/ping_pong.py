@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from experiments.deploy.phase_times import Number
+from experiments.deploy.costs import Number
 from relibra_jax.contract.types import Array, check_shape
 
 

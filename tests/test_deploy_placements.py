@@ -7,18 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.deploy.drawn_batches import draw_micro_batches
-from experiments.deploy.expert_devices import (
+from experiments.deploy.placements import (
     contiguous_placement,
     even_placement,
     group_copies,
     merge_rows,
     plan_placement,
 )
+from experiments.deploy.simulated_step import draw_micro_batches
 from relibra_jax.contract.types import RoutingReplay
 
 
-def test_replicas_share_what_their_expert_has():
+def test_plan_placement_divides_an_expert_over_its_replicas():
     load = np.array([[900, 30, 20, 10, 10, 10, 10, 10], [0, 0, 0, 0, 0, 0, 0, 5], [0] * 8])
     placed = plan_placement(load, 4, replica_slots=1, key=jax.random.key(0))
     assert placed.slots == 3
@@ -29,7 +29,7 @@ def test_replicas_share_what_their_expert_has():
     assert plan_placement(load, 4, key=jax.random.key(0)).hottest[0] > 0.9
 
 
-def test_a_token_goes_once_to_a_group():
+def test_merge_rows_sends_a_token_once_to_a_group():
     subsets = np.array(list(itertools.combinations(range(8), 3)))
     even = even_placement(4, 8, top_k=3)
     rows = np.mean([len(set(each // 2)) for each in subsets])
@@ -48,7 +48,7 @@ def test_a_token_goes_once_to_a_group():
         merge_rows(contiguous_placement(load, 4), routes[:, :1])
 
 
-def test_merged_rows_of_experts_with_replicas():
+def test_merge_rows_of_experts_with_replicas():
     share = np.array([[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]]], np.float32)
     placement = contiguous_placement(np.ones((1, 4), np.int32), 2)._replace(share=share)
     # Expert 1 is computed with expert 0 with probability 1/4, and with expert 2 with probability 3/4.
@@ -63,7 +63,7 @@ REPLAY = RoutingReplay(
 DRAW = {"num_experts": 8, "sequences": 500, "micro_batches": 2, "layers": 3}
 
 
-def test_drawn_micro_batches_are_of_recorded_tokens():
+def test_draw_micro_batches_draws_recorded_tokens():
     load = draw_micro_batches(REPLAY, **DRAW, seed=0)
     assert load.shape == (3, 2, 8)
     assert (load.sum(-1) == 1000).all()
@@ -76,7 +76,7 @@ def test_drawn_micro_batches_are_of_recorded_tokens():
         np.testing.assert_allclose(load[layer].mean(0) / 500, recorded, atol=5 * math.sqrt(0.25 / 1000))
 
 
-def test_bad_input():
+def test_placements_and_draws_report_bad_input():
     load = np.ones((2, 8), np.int32)
     with pytest.raises(ValueError, match="num_experts=8 must divide evenly over 3 groups of expert devices"):
         contiguous_placement(load, 3)
