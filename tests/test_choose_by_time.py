@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from relibra_jax.planning.extra_args import with_extra_args
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
-from relibra_jax.contract.types import Planner, TokenSample, Topology, layer_plans
+from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
+from relibra_jax.contract.types import Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
@@ -19,6 +19,7 @@ from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.metrics import batch_imbalance
@@ -35,8 +36,8 @@ COST_MODEL = CostModel(
     scale=100.0,
 )
 TOP_K = 8
-TOKENS = TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, 2, TOP_K), (5,), (5,))))
-"""Sampled tokens, of which only the number of experts is read."""
+ROUTES = PlacedRoutes(*(np.zeros(shape, np.int32) for shape in ((5, 2, TOP_K), (5,), (5,))))
+"""Routes of sampled tokens, of which only the number of experts of a token is read."""
 
 
 def random_load(seed):
@@ -59,17 +60,17 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
         lplb(across_nodes=across),
     ]
     parts = [Planner(part.init, jax.jit(part.update)) for part in parts]
-    planner, cost = cheapest(parts), COST_MODEL.price(TOPOLOGY)
+    planner, price = cheapest(parts), COST_MODEL.price(TOPOLOGY)
     states = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
     @jax.jit
     def run(load, states):
-        extra = {"cost": cost, "tokens": TOKENS}
-        plans = [planner.update(load, states, TOPOLOGY, **extra)[0]]
+        request = PlanRequest(load, ROUTES, price=price)
+        plans = [planner.update(request, states, TOPOLOGY)[0]]
         for part, own in zip(parts, states, strict=True):
-            plans.append(with_extra_args(part).update(load, own, TOPOLOGY, **extra)[0])
-        attention = cost.token * load[:, 0].sum(-1) / TOP_K
-        ranks = [rank_time(layer_plans(plan, load), attention, TOPOLOGY, cost) for plan in plans]
+            plans.append(part.update(request, own, TOPOLOGY)[0])
+        attention = price.token * load[:, 0].sum(-1) / TOP_K
+        ranks = [rank_time(layer_plans(plan, load), attention, TOPOLOGY, price) for plan in plans]
         times = [layer_time(each._replace(gather=jnp.zeros_like(each.gather))).total.sum() for each in ranks]
         return plans[0], jnp.stack(times)
 
@@ -84,47 +85,63 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
 
 
 @pytest.mark.slow
-def test_competitors_get_the_extra_arguments_that_they_name():
-    """Each planner gets only the arguments that it names, and keeps a state of its own."""
-    seen = []
+def test_cheapest_passes_the_request_to_its_planners():
+    """Each planner gets the whole request, and keeps a state of its own."""
+    requests = []
 
-    def update(load, state, topology, *, refine, tokens=None):
-        seen.append((refine, tokens))
-        plan, _ = static().update(load, (), topology)
+    def update(request, state, topology):
+        requests.append(request)
+        plan, _ = static().update(request, (), topology)
         return plan, state + 1
 
-    planner_with_cost = Planner(lambda topology, num_layers, *, key: 5, update)
-    planner, cost = cheapest([static(), planner_with_cost]), COST_MODEL.price(TOPOLOGY)
+    counting = Planner(lambda topology, num_layers, *, key: 5, update)
+    planner = cheapest([static(), counting])
     state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
     assert state == ((), 5)
     load, home = random_load(0), np.zeros((2, 32), np.int32)
-    plan, state = planner.update(load, state, TOPOLOGY, refine=home, cost=cost, tokens=TOKENS)
-    assert seen == [(home, TOKENS)]
+    request = PlanRequest(load, ROUTES, price=COST_MODEL.price(TOPOLOGY), start=home)
+    plan, state = planner.update(request, state, TOPOLOGY)
+    assert len(requests) == 1
+    assert requests[0] is request
     assert state == ((), 6)
     check_plan(plan, load, TOPOLOGY)
-    assert with_extra_args(planner) is planner, "it takes them all"
 
 
-def test_nothing_to_choose_from():
+def test_cheapest_uses_transitions_if_one_of_its_planners_does():
+    assert cheapest([static(), popfetcher()]).uses_transitions
+    assert not cheapest([static(), eplb()]).uses_transitions
+
+
+def test_cheapest_needs_a_planner():
     with pytest.raises(ValueError, match="cheapest needs at least one planner"):
         cheapest([])
-    planner, load = cheapest([static()]), random_load(0)
-    for some in ({}, {"cost": COST_MODEL.price(TOPOLOGY)}, {"tokens": TOKENS}):
-        with pytest.raises(ValueError, match="cheapest compares modelled times, so it needs cost and tokens"):
-            planner.update(load, ((),), TOPOLOGY, **some)
+
+
+def test_cheapest_chooses_by_balance_without_a_price():
+    """Without optional facts every layer gets the plan whose busiest ranks compute least."""
+    load, parts = random_load(0), [static(), eplb()]
+    planner = cheapest(parts)
+    states = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+    plan, _ = planner.update(PlanRequest(load), states, TOPOLOGY)
+    check_plan(plan, load, TOPOLOGY)
+    peaks = [
+        rank_load(part.update(PlanRequest(load), own, TOPOLOGY)[0]).max((2, 3)).sum(0)
+        for part, own in zip(parts, states, strict=True)
+    ]
+    np.testing.assert_array_equal(rank_load(plan).max((2, 3)).sum(0), jnp.minimum(*peaks))
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(1e-3, "near"), (1e5, "far")])
-def test_replicas_leave_the_node_only_behind_attention(scale, expected):
+def test_replicate_while_hidden_leaves_the_node_only_behind_attention(scale, expected):
     load = random_load(0)
-    by_expert, home = load.sum((2, 3)), jnp.tile(jnp.arange(32)[None], (2, 1))
-    cost = dataclasses.replace(COST_MODEL, scale=scale).price(TOPOLOGY)
-    run = functools.partial(replicate_while_hidden, topology=TOPOLOGY, cost=cost, tokens=TOKENS)
-    plan = jax.jit(run)(by_expert, home)
+    placement = Placement.without_residents(jnp.tile(jnp.arange(32)[None], (2, 1)), TOPOLOGY)
+    price = dataclasses.replace(COST_MODEL, scale=scale).price(TOPOLOGY)
+    request = PlanRequest(load, ROUTES, price=price)
+    plan = jax.jit(replicate_while_hidden)(request, placement, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY, across_nodes=expected == "far")
     replicate = jax.jit(replicate_experts, static_argnames="across_nodes")
-    near, far = (replicate(by_expert, home, TOPOLOGY, across_nodes=across) for across in (False, True))
+    near, far = (replicate(request, placement, TOPOLOGY, across_nodes=across) for across in (False, True))
     expected_plan = near if expected == "near" else far
     np.testing.assert_array_equal(plan.quota, expected_plan.quota)
     assert batch_imbalance(rank_load(far)) < batch_imbalance(rank_load(near))
-    assert (fetch_time(layer_plans(far, None), TOPOLOGY, cost) > 0).any()
+    assert (fetch_time(layer_plans(far, None), TOPOLOGY, price) > 0).any()

@@ -11,6 +11,7 @@ import pytest
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance
 from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 
@@ -92,7 +93,7 @@ def test_groups_that_do_not_fit():
     with pytest.raises(
         ValueError, match="expert_groups=3 must divide num_experts=8 and be a multiple of num_nodes=2"
     ):
-        planner.update(jnp.ones((1, 1, 2, 2, 8), jnp.int32), state, topology)
+        planner.update(PlanRequest(jnp.ones((1, 1, 2, 2, 8), jnp.int32)), state, topology)
 
 
 @pytest.mark.parametrize("expert_groups", [2, 4])
@@ -101,7 +102,8 @@ def test_groups_stay_in_one_node(expert_groups):
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
     planner = eplb(expert_groups=expert_groups)
-    plan, _ = jax.jit(planner.update)(load, planner.init(topology, 3, key=jax.random.key(0)), topology)
+    state = planner.init(topology, 3, key=jax.random.key(0))
+    plan, _ = jax.jit(planner.update)(PlanRequest(load), state, topology)
     check_plan(plan, load, topology)
     node = (np.asarray(plan.home) // 4).reshape(3, expert_groups, -1)
     assert (node == node[..., :1]).all()
@@ -113,7 +115,8 @@ def test_groups_and_nodes_are_ignored_across_nodes():
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
     plans = []
     for planner in (eplb(across_nodes=True), eplb(across_nodes=True, expert_groups=3)):
-        plan, _ = jax.jit(planner.update)(load, planner.init(topology, 3, key=jax.random.key(0)), topology)
+        state = planner.init(topology, 3, key=jax.random.key(0))
+        plan, _ = jax.jit(planner.update)(PlanRequest(load), state, topology)
         check_plan(plan, load, topology, across_nodes=True)
         plans.append(plan)
     chex.assert_trees_all_equal(*plans)
@@ -127,11 +130,12 @@ def test_history_plans_from_the_past():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(1).integers(0, 500, (3, 2, 2, 2, 8)), jnp.int32)
     past, true = eplb(loads="history", scope="batch"), eplb(scope="batch")
+    request = PlanRequest(load)
     state = past.init(topology, 2, key=jax.random.key(0))
     update = jax.jit(past.update)
-    first, state = update(load, state, topology)
-    second, _ = update(load, state, topology)
-    true_plan, _ = jax.jit(true.update)(load, true.init(topology, 2, key=jax.random.key(0)), topology)
+    first, state = update(request, state, topology)
+    second, _ = update(request, state, topology)
+    true_plan, _ = jax.jit(true.update)(request, true.init(topology, 2, key=jax.random.key(0)), topology)
     chex.assert_trees_all_equal(second, true_plan)
     assert (first.home != true_plan.home).any()
 
@@ -142,7 +146,8 @@ def test_micro_batch_history_lags_by_one():
     hot = 900 * np.eye(4, dtype=np.int32)[[0, 3]] + 1
     load = jnp.asarray(hot.reshape(2, 1, 1, 1, 4).repeat(2, axis=3))
     planner = eplb(loads="history")
-    plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+    state = planner.init(topology, 1, key=jax.random.key(0))
+    plan, _ = planner.update(PlanRequest(load), state, topology)
     copied = np.asarray(plan.slot_expert[1, 0, 0, :, topology.held_slots :])
     assert 0 in copied, "the second micro-batch copies what was hot in the first"
     assert 3 not in copied
@@ -161,8 +166,8 @@ def test_kept_homes_are_those_of_the_first_known_batch():
         homes = []
         for load in loads:
             (kept, after), (fresh, again) = (
-                planner.update(load, states[0], topology),
-                repacked.update(load, states[1], topology),
+                planner.update(PlanRequest(load), states[0], topology),
+                repacked.update(PlanRequest(load), states[1], topology),
             )
             states = [after, again]
             homes.append((kept.home, fresh.home))

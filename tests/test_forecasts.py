@@ -1,27 +1,24 @@
 """Forecasts: values computed by hand, no use of future loads, and the value of transitions to PopFetcher."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from relibra_jax.planning.extra_args import accepts
-from relibra_jax.planning.plan_stages import plan_stages
 
 from relibra_jax.contract.plan import rank_load
-from relibra_jax.contract.types import RoutingReplay, Topology, Transitions
+from relibra_jax.contract.planner import Planner, PlanRequest, Transitions
+from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.forecasts import FORECASTS, average, expect_loads
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance, forecast_error
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.transitions import count_transitions, transitions_for
+from relibra_jax.planning.transitions import count_transitions
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
 TABLES = ("next_token", "across_layers")
@@ -184,25 +181,38 @@ def test_padding_is_not_read(replay, counts):
         chex.assert_trees_all_equal(other, counts)
 
 
-def test_transitions_of_the_batch_reach_planners_that_take_them(replay, counts):
+def test_transitions_of_the_batch_reach_planners_that_use_them(replay, counts):
     planner = popfetcher()
     state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
-    for function, micro_batches in ((plan_batch, 2), (plan_stages, (1, 2))):
-        options = {"planner": planner, "topology": TOPOLOGY, "num_micro_batches": micro_batches}
-        _, after = jax.jit(functools.partial(function, **options))(replay, state=state)
+    for stages in (2, (Stage(1), Stage(2))):
+        run = jax.jit(
+            lambda replay, stages=stages: plan_batch(replay, planner, state, TOPOLOGY, stages=stages)
+        )
+        _, after = run(replay)
         chex.assert_trees_all_equal(after.seen.counts, counts.across_layers)
 
 
-def test_transitions_are_not_counted_for_other_planners(replay):
-    assert transitions_for(eplb(loads="next_token"), replay, num_experts=4) is not None
-    for planner in (static(), relibra(), eplb(), eplb(loads="mean"), lplb(loads="history")):
-        assert transitions_for(planner, replay, num_experts=4) is None
+@pytest.mark.parametrize("uses_transitions", [False, True])
+def test_transitions_are_counted_for_no_other_planner(replay, uses_transitions):
+    requests = []
+
+    def update(request, state, topology):
+        requests.append(request)
+        return static().update(request, state, topology)
+
+    planner = Planner(static().init, update, uses_transitions=uses_transitions)
+    plan_batch(replay, planner, (), TOPOLOGY, stages=2)
+    assert [request.transitions is not None for request in requests] == [uses_transitions] * len(requests)
+    assert requests
+    assert eplb(loads="next_token").uses_transitions
+    for other in (static(), relibra(), eplb(), eplb(loads="mean"), lplb(loads="history")):
+        assert not other.uses_transitions
 
 
 def test_rows_say_how_they_expect_loads():
     for name, entry in PLANNERS.items():
         assert entry.foresight == (entry.forecast == "true"), name
-        assert accepts(entry.planner.update, "transitions") == (entry.forecast in TABLES), name
+        assert entry.planner.uses_transitions == (entry.forecast in TABLES), name
         if not entry.foresight:
             state, seen = (
                 each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast])
@@ -231,14 +241,14 @@ def test_popfetcher_finds_what_history_cannot():
     reached = {}
     others = {name: PLANNERS[name].planner for name in ("eplb_history", "eplb_mean")}
     for name, planner in {"popfetcher": popfetcher(), **others}.items():
-        extra = {"transitions": Transitions(counts, counts)} if accepts(planner.update, "transitions") else {}
+        transitions = Transitions(counts, counts) if planner.uses_transitions else None
         state = planner.init(topology, 2, key=jax.random.key(0))
-        update = jax.jit(planner.update, static_argnums=2)
+        update = jax.jit(planner.update)
         for seed in range(2):
             load = (
                 jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed).astype(np.int32))
             )
-            plan, state = update(load, state, topology, **extra)
+            plan, state = update(PlanRequest(load, transitions=transitions), state, topology)
         reached[name] = [float(batch_imbalance(rank_load(plan)[:, layer, None])) for layer in range(2)]
     assert reached["popfetcher"][1] < 1.75, "four ranks of a node share the hot expert"
     assert min(reached["eplb_history"][1], reached["eplb_mean"][1], reached["popfetcher"][0]) > 3
@@ -261,7 +271,7 @@ def test_popfetcher_without_transitions_expects_the_previous_batch():
     state = planner.init(topology, 1, key=jax.random.key(0))
     for load in ([80, 10, 6, 4], [7, 0, 0, 90]):
         load = jnp.zeros((1, 1, 1, 2, 4), jnp.int32).at[0, 0, 0, 0].set(jnp.array(load, jnp.int32))
-        plan, state = planner.update(load, state, topology)
+        plan, state = planner.update(PlanRequest(load), state, topology)
     assert plan.slot_expert[0, 0, 0].tolist() == [[0, 1, -1], [2, 3, 0]]
     assert plan.quota[0, 0, 0].tolist() == [[5, 0, 0], [0, 90, 2]]
 

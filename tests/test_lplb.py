@@ -8,6 +8,7 @@ from scipy.optimize import linprog
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import Topology
 from relibra_jax.planning.baselines.graphs import GRAPHS, default_graph, graph_edges
 from relibra_jax.planning.baselines.lplb import lplb, split_over_edges
@@ -100,6 +101,7 @@ def test_meets_the_authors_bounds(graph, nodes, ranks_per_node, slots, bound):
     load = (
         jnp.zeros((1, draws, nodes, ranks_per_node, 256), jnp.int32).at[0, :, 0, 0].set(now.astype(np.int32))
     )
-    plan, _ = jax.jit(planner.update)(load, planner.init(topology, draws, key=jax.random.key(0)), topology)
+    state = planner.init(topology, draws, key=jax.random.key(0))
+    plan, _ = jax.jit(planner.update)(PlanRequest(load), state, topology)
     check_plan(plan, load, topology)
     assert imbalance(rank_load(plan)).max() <= bound

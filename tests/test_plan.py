@@ -17,6 +17,7 @@ from relibra_jax.contract.plan import (
     replica_count,
     replica_experts,
 )
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Topology, layer_plans
 from relibra_jax.planning.planners import PLANNERS
 
@@ -297,7 +298,9 @@ def test_loads_that_no_planner_takes(load, change, message):
     planners = (row.planner for row in PLANNERS.values())
     for planner in planners:
         with pytest.raises(ValueError, match=message):
-            planner.update(change(load), planner.init(TOPOLOGY, 1, key=jax.random.key(0)), TOPOLOGY)
+            planner.update(
+                PlanRequest(change(load)), planner.init(TOPOLOGY, 1, key=jax.random.key(0)), TOPOLOGY
+            )
 
 
 @pytest.mark.parametrize(

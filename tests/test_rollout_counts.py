@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relibra_jax.planning.token_sample import Routes
 from rollout_encodings import ENCODINGS, LEFT_PADDED, MODEL, example, live, padded, routes, vllm, whole
 
 from relibra_jax import (
+    Batch,
     Topology,
     assign_samples,
     check_plan,
@@ -23,7 +23,6 @@ from relibra_jax import (
     load_replay,
     place_experts,
     plan_batch,
-    plan_loads,
     relibra,
     replay_from_rollout,
     sample_counts,
@@ -32,6 +31,7 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import Price, RoutingReplay
+from relibra_jax.planning.routes import Routes
 
 ROOT = Path(__file__).parents[1]
 KEY = jax.random.key(1)
@@ -157,10 +157,10 @@ def batch():
 
 
 def counts_of_workers(workers):
-    """Return the loads and lengths of all workers, concatenated as a controller does."""
+    """Return the counts of all workers, concatenated as a controller does."""
     sent = [sample_counts(whole(ids, mask), layout="vllm", mask=mask, **SEND) for ids, mask in workers]
     assert {load.dtype for load, _ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
-    return tuple(np.concatenate(part) for part in zip(*sent, strict=True))
+    return Batch(*(np.concatenate(part) for part in zip(*sent, strict=True)))
 
 
 @pytest.mark.slow
@@ -173,12 +173,15 @@ def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
     workers, replay = batch
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     assign = functools.partial(assign_samples, steps=200)
-    run = {"topology": topology, "num_micro_batches": 2, "assign": assign, "key": KEY, "rounds": 1}
     state = planner.init(topology, 3, key=jax.random.key(0))
-    plan = functools.partial(plan_loads, planner=planner, state=state, **run)
-    counted, _ = (jax.jit(plan) if jit else plan)(*counts_of_workers(workers))
-    of_routes = functools.partial(plan_batch, planner=planner, state=state, **run)
-    chex.assert_trees_all_equal(counted, (jax.jit(of_routes) if jit else of_routes)(replay)[0])
+
+    def plan(batch):
+        options = {"stages": 2, "assign": assign, "key": KEY, "rounds": 1}
+        return plan_batch(batch, planner, state, topology, **options)
+
+    run = jax.jit(plan) if jit else plan
+    counted, _ = run(counts_of_workers(workers))
+    chex.assert_trees_all_equal(counted, run(replay)[0])
     check_plan(counted.plan, counted.load, topology)
 
 
@@ -202,10 +205,9 @@ def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses
     workers, _ = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
     state = LEAN.init(topology, 3, key=jax.random.key(0))
-    run = {"num_micro_batches": 2, "cost": COST}
-    load, tokens = counts_of_workers(workers)
+    counts = counts_of_workers(workers)
     with_routes, without = (
-        plan_loads(load, tokens, LEAN, state, topology, routes=few, **run)[0]
+        plan_batch(counts._replace(routes=few), LEAN, state, topology, stages=2, cost=COST)[0]
         for few in (sampled(workers, every=4), None)
     )
     check_plan(with_routes.plan, with_routes.load, topology)
@@ -214,6 +216,6 @@ def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses
 
 def test_counts_of_another_model_are_refused():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
-    load, tokens = np.zeros((4, 3, 9), np.int32), np.ones(4, np.int32)
+    counts = Batch(np.zeros((4, 3, 9), np.int32), np.ones(4, np.int32))
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(4, 3, 8\), found \(4, 3, 9\)"):
-        plan_loads(load, tokens, static(), (), topology, num_micro_batches=1)
+        plan_batch(counts, static(), (), topology, stages=1)

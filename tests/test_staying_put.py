@@ -1,4 +1,4 @@
-"""With a price, no plan costs more than to leave the experts where they are, however small the batch is.
+"""No plan costs more than to leave the experts where they are, however small the batch is.
 
 On tiny batches moving an expert costs more than it saves. The plan of `plan_batch` is priced exactly here, with the
 visits of all tokens, while the search estimates them from sampled tokens; so 1% is allowed for the estimate.
@@ -12,21 +12,22 @@ import chex
 import jax
 import numpy as np
 import pytest
-from relibra_jax.planning.plan_stages import plan_stages
 from support.plans import random_routing
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
-from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
+from relibra_jax.contract.types import BALANCE, BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.plan_batch import plan_batch, plan_loads
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.relibra import RelibraState, relibra
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.routing.visits import node_visits
@@ -78,21 +79,21 @@ def ways_to_stay(batch_plan, previous_home):
     contiguous = contiguous_homes(TOPOLOGY, len(previous_home))
     for home in (previous_home, contiguous):
         for plan in (
-            PLANNER.replicate(load, home, TOPOLOGY),
+            PLANNER.replicate(PlanRequest(load), Placement.without_residents(home, TOPOLOGY), TOPOLOGY),
             without_replicas(expert_totals(load), home, TOPOLOGY),
         ):
             yield batch_plan._replace(plan=plan)
 
 
 def plan_of(replay, state, **options):
-    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": KEY, "cost": COST} | options
+    options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY, "cost": COST} | options
     return plan_batch(replay, PLANNER, state, TOPOLOGY, **options)[0]
 
 
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["in place", "assigned"])
 @pytest.mark.parametrize("homes", ["contiguous", "moved"])
 @pytest.mark.parametrize("name", REPLAYS)
-def test_a_plan_never_costs_more_than_to_stay(name, homes, assign):
+def test_plan_never_costs_more_than_to_stay(name, homes, assign):
     replay = REPLAYS[name]()
     state = state_of(homes, replay.expert_ids.shape[2])
     batch_plan = plan_of(replay, state, assign=assign)
@@ -105,9 +106,20 @@ def test_a_plan_never_costs_more_than_to_stay(name, homes, assign):
         assert least <= ESTIMATE * seconds(replay, start, state.home), "without assigning samples"
 
 
+def test_plan_for_balance_is_never_less_balanced_than_to_stay():
+    """Balance is a price like any other; nothing in it is estimated."""
+    replay, state = drawn(), state_of("moved", 3)
+    batch_plan = plan_of(replay, state, cost=BALANCE)
+    check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
+    least = seconds(replay, batch_plan, state.home, BALANCE)
+    start = plan_of(replay, state, assign=None, cost=BALANCE)
+    for stay in (start, *ways_to_stay(batch_plan, state.home), *ways_to_stay(start, state.home)):
+        assert least <= (1 + 1e-6) * seconds(replay, stay, state.home, BALANCE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("homes", ["contiguous", "moved"])
-def test_a_plan_never_costs_more_than_that_of_an_earlier_round(homes):
+def test_plan_never_costs_more_than_that_of_an_earlier_round(homes):
     replay = recorded()
     state = state_of(homes, 4)
     times = [seconds(replay, plan_of(replay, state, rounds=rounds), state.home) for rounds in range(5)]
@@ -115,38 +127,38 @@ def test_a_plan_never_costs_more_than_that_of_an_earlier_round(homes):
         assert later <= ESTIMATE * earlier, times
 
 
-def test_moves_that_cost_more_than_they_save_are_not_made():
+def test_plan_makes_no_moves_that_cost_more_than_they_save():
     """A search for balance moves experts; at the price of a tiny batch all stay, though not of a large one."""
     replay = recorded()
     state = state_of("moved", 4)
     large = dataclasses.replace(COST_MODEL, scale=3000.0).price(TOPOLOGY)
     moved = {
         name: int((np.asarray(plan_of(replay, state, cost=cost).plan.home) != state.home).sum())
-        for name, cost in (("balance", None), ("tiny", COST), ("large", large))
+        for name, cost in (("balance", BALANCE), ("tiny", COST), ("large", large))
     }
     assert moved["tiny"] == 0
     assert min(moved["balance"], moved["large"]) > 0
 
 
-def test_the_same_under_jit():
+def test_plan_never_costs_more_than_to_stay_under_jit():
     replay = recorded()
     state = state_of("moved", 4)
     alone = plan_of(replay, state)
-    compiled = jax.jit(functools.partial(plan_of, start=alone.assignment))(replay, state)
+    stages = [Stage(MICRO_BATCHES, start=alone.assignment)]
+    (compiled,) = jax.jit(functools.partial(plan_of, stages=stages))(replay, state)
     least = seconds(replay, compiled, state.home)
     for stay in ways_to_stay(compiled, state.home):
         assert least <= ESTIMATE * seconds(replay, stay, state.home)
-    chex.assert_trees_all_equal(compiled, plan_of(replay, state, start=alone.assignment))
+    chex.assert_trees_all_equal(compiled, plan_of(replay, state, stages=stages)[0])
 
 
 @pytest.mark.slow
-def test_two_stages_never_cost_more_than_to_stay():
+def test_plan_of_two_stages_never_costs_more_than_to_stay():
     """Stages share their homes, so all of them together are compared with staying."""
     replay = recorded()
     state = state_of("moved", 4)
     costs = tuple(COST_MODEL.price(TOPOLOGY, updates=updates, recompute=not updates) for updates in (0, 1))
-    options = {"num_micro_batches": (1, 2), "assign": ASSIGN, "key": KEY, "rounds": 2, "cost": costs}
-    stages, _ = plan_stages(replay, PLANNER, state, TOPOLOGY, **options)
+    stages = plan_of(replay, state, stages=(Stage(1), Stage(2)), rounds=2, cost=costs)
 
     def total(plans):
         homes = (state.home, None)
@@ -157,34 +169,25 @@ def test_two_stages_never_cost_more_than_to_stay():
         assert least <= ESTIMATE * total(stay)
 
 
-def test_counts_without_routes_are_planned_by_price_too():
+def test_plan_of_counts_without_routes_never_costs_more_than_to_stay():
     """From loads alone, every copy is taken to cross by itself, which flat dispatch does."""
     replay = drawn()
     state, layers = state_of("moved", 3), 3
     cost = dataclasses.replace(COST_MODEL, path="flat").price(TOPOLOGY)
-    counts = sample_load(replay, num_experts=16), replay.mask.sum(1)
-    batch_plan, _ = plan_loads(
-        *(*counts, PLANNER, state, TOPOLOGY),
-        num_micro_batches=MICRO_BATCHES,
-        assign=ASSIGN,
-        key=KEY,
-        cost=cost,
-    )
+    batch_plan = plan_of(Batch(sample_load(replay, num_experts=16), replay.mask.sum(1)), state, cost=cost)
     assert len(batch_plan.plan.home) == layers
     least = seconds(replay, batch_plan, state.home, cost)
     for stay in ways_to_stay(batch_plan, state.home):
         assert least <= ESTIMATE * seconds(replay, stay, state.home, cost)
 
 
-def test_a_planner_that_only_moves_is_run_as_it_is():
+def test_plan_of_a_planner_that_cannot_stay_is_its_own():
     """A baseline has no ``replicate``, so its plan is returned at any price."""
     planner, replay = eplb(), recorded()
     assert planner.replicate is None
     state = planner.init(TOPOLOGY, 4, key=KEY)
-    batch_plan, after = plan_batch(
-        replay, planner, state, TOPOLOGY, num_micro_batches=MICRO_BATCHES, cost=COST
-    )
+    batch_plan, after = plan_batch(replay, planner, state, TOPOLOGY, stages=MICRO_BATCHES, cost=COST)
     load = expert_load(replay, batch_plan.assignment, num_experts=16)
-    plan, expected = planner.update(load, state, TOPOLOGY)
+    plan, expected = planner.update(PlanRequest(load), state, TOPOLOGY)
     chex.assert_trees_all_equal(batch_plan, BatchPlan(batch_plan.assignment, load, plan))
     chex.assert_trees_all_equal(after, expected)
