@@ -79,8 +79,9 @@ def bench_planners() -> None:
     state = planner.init(BATCH, LAYERS, key=key)
 
     def joint(batch: Batch, topology: Topology, cost: Price) -> tuple[BatchPlan, Any]:
-        options = {"stages": MICRO_BATCHES, "assign": assign_samples, "key": key, "cost": cost}
-        return plan_batch(batch, planner, state, topology, **options)
+        return plan_batch(
+            batch, planner, state, topology, stages=MICRO_BATCHES, assign=assign_samples, key=key, cost=cost
+        )
 
     counts = Batch(replay_load, tokens)
     batch = counts._replace(routes=sample_tokens(replay_load, tokens, top_k=8))

@@ -400,7 +400,7 @@ class Balancer:
         replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
         check_replay_layers(replay, num_experts=topology.num_experts, num_layers=self.num_layers)
         if self.rows == "packed":
-            check_aligned_left(replay.mask)
+            check_aligned_left(np.asarray(replay.mask))
         prices = self._prices(len(stages), updates)
         next_key, key = jax.random.split(self._key)
         batch = count_on_host(replay, self.planner, topology, prices)
