@@ -154,8 +154,8 @@ def plan_batch(
     >>> recompute.load.shape, update.load.shape, bool((recompute.plan.home == update.plan.home).all())
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
-    single = isinstance(stages, int)
-    parts = [Stage(stages)] if isinstance(stages, int) else stages
+    single = not isinstance(stages, Sequence)
+    parts = stages if isinstance(stages, Sequence) else [Stage(stages)]
     prices = _check_prices(cost, len(parts))
     if isinstance(batch, RoutingReplay):
         paid = any(map(pays_for_crossings, prices))
