@@ -214,9 +214,8 @@ def test_rows_say_how_they_expect_loads():
         assert entry.foresight == (entry.forecast == "true"), name
         assert entry.planner.uses_transitions == (entry.forecast in TABLES), name
         if not entry.foresight:
-            state, seen = (
-                each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast])
-            )
+            parts = (entry.planner, FORECASTS[entry.forecast])
+            state, seen = (part.init(TOPOLOGY, 2, key=jax.random.key(0)) for part in parts)
             chex.assert_trees_all_equal_shapes(state.seen, seen)
 
 
