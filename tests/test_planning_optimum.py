@@ -8,7 +8,8 @@ import pytest
 
 from experiments.reference_placement import PlacedBatch, batch_seconds, solve_batch
 from relibra_jax.contract.check import check_plan
-from relibra_jax.contract.types import LayerPlan, Price, TokenSample, Topology
+from relibra_jax.contract.planner import PlacedRoutes, PlanRequest
+from relibra_jax.contract.types import LayerPlan, Price, Topology
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.routing.split import source_quota
 
@@ -31,9 +32,9 @@ def batch():
     )
     ids = np.argsort(-(popular + rng.gumbel(size=(*shape, 6))), -1)[..., :TOP_K]
     m, node, _ = np.indices(shape[:3])
-    tokens = TokenSample(ids.reshape(-1, INSTANCES, TOP_K).astype(np.int32), m.ravel(), node.ravel())
+    routes = PlacedRoutes(ids.reshape(-1, INSTANCES, TOP_K).astype(np.int32), m.ravel(), node.ravel())
     load = (ids[..., None] == np.arange(6)).sum((2, 4)).swapaxes(1, 2)  # [M L N E]
-    return load.astype(np.int32)[:, :, :, None], tokens
+    return load.astype(np.int32)[:, :, :, None], routes
 
 
 def price(prices):
@@ -64,10 +65,10 @@ def placed(plan, load, layer):
 )
 def test_near_the_least_time(batch, prices):
     """The plan is near the optimum and never below it."""
-    load, tokens = batch
+    load, routes = batch
     cost, old_node = price(prices), np.arange(6) // 3
     state = relibra().init(TOPOLOGY, INSTANCES, key=jax.random.key(0))
-    plan, _ = planner()(load, state, tokens=tokens, cost=cost)
+    plan, _ = planner()(PlanRequest(load, routes, price=cost), state)
     check_plan(plan, load, TOPOLOGY)
     result, least, still = np.zeros((3, INSTANCES))
     for layer in range(INSTANCES):

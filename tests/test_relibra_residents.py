@@ -1,4 +1,4 @@
-"""Plans with residents: valid for any topology and load, with and without tokens and cost."""
+"""Plans with residents: valid for any topology and load, with and without routes and price."""
 
 import dataclasses
 import functools
@@ -14,18 +14,19 @@ from support.plans import load_of, random_ids
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
-from relibra_jax.contract.types import EMPTY, Price, TokenSample, Topology
+from relibra_jax.contract.planner import PlacedRoutes, PlanRequest
+from relibra_jax.contract.types import BALANCE, EMPTY, Price, Topology
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
 
 PLANNER = relibra(place=functools.partial(place_experts, steps=8))
 LAYERS = 2
-COST = Price(token=1.0, copy=2.0, crossing=3.0, spread=0.5, move=4.0, push=2.0)
-COSTS = {
-    "no cost": None,
-    "hierarchical": COST,
-    "flat": dataclasses.replace(COST, hierarchical=False),
-    "dear": dataclasses.replace(COST, move=1e12, push=1e12),
+PRICE = Price(token=1.0, copy=2.0, crossing=3.0, spread=0.5, move=4.0, push=2.0)
+PRICES = {
+    "balance": BALANCE,
+    "hierarchical": PRICE,
+    "flat": dataclasses.replace(PRICE, hierarchical=False),
+    "dear": dataclasses.replace(PRICE, move=1e12, push=1e12),
     "nothing but crossings": Price(token=0.0, copy=1e-12, crossing=1.0, spread=0.0, move=0.0, push=0.0),
 }
 
@@ -36,18 +37,18 @@ def compiled(topology):
 
 
 def batch_of(rng, topology, micro_batches, top_k):
-    """Make a load and all of its tokens."""
+    """Make a load and all of its routes."""
     ids = random_ids(rng, (micro_batches, LAYERS, topology.num_ranks, 6), topology.num_experts, top_k, 0)
     m, rank, _ = np.indices((micro_batches, topology.num_ranks, 6))
     flat = np.moveaxis(ids, 1, 3).reshape(-1, LAYERS, top_k)
-    return load_of(ids, topology), TokenSample(
+    return load_of(ids, topology), PlacedRoutes(
         flat, m.ravel().astype(np.int32), rank.ravel().astype(np.int32)
     )
 
 
-def plan_of(topology, load, tokens=None, cost=None):
+def plan_of(topology, load, routes=None, price=BALANCE):
     state = PLANNER.init(topology, LAYERS, key=jax.random.key(0))
-    plan, _ = compiled(topology)(jnp.asarray(load), state, tokens=tokens, cost=cost)
+    plan, _ = compiled(topology)(PlanRequest(jnp.asarray(load), routes, price=price), state)
     return jax.tree.map(np.asarray, plan)
 
 
@@ -84,16 +85,16 @@ def topologies(draw):
 @given(
     topology=topologies(),
     micro_batches=st.sampled_from([1, 2, 7]),
-    cost=st.sampled_from(sorted(COSTS)),
+    price=st.sampled_from(sorted(PRICES)),
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_plan_is_valid(topology, micro_batches, cost, seed, data):
+def test_any_plan_is_valid(topology, micro_batches, price, seed, data):
     """Plans are valid for top-k from one to all experts; every example compiles."""
     top_k = data.draw(st.integers(1, topology.num_experts))
-    load, tokens = batch_of(np.random.default_rng(seed), topology, micro_batches, top_k)
+    load, routes = batch_of(np.random.default_rng(seed), topology, micro_batches, top_k)
     check(plan_of(topology, load), load, topology)
-    check(plan_of(topology, load, tokens, COSTS[cost]), load, topology)
+    check(plan_of(topology, load, routes, PRICES[price]), load, topology)
 
 
 TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=12, replica_slots=1, resident_slots=2)
@@ -121,35 +122,35 @@ def extreme(kind, shape, rng):
     "kind", ["zero", "one hot", "one token", "a layer without tokens", "near 2**31", "other nodes idle"]
 )
 def test_extreme_loads(kind):
-    """Plans are valid for tokens that contradict the load and for tokens without a place."""
+    """Plans are valid for routes that contradict the load and for tokens without a place."""
     rng = np.random.default_rng(0)
-    _, tokens = batch_of(rng, TOPOLOGY, 2, 3)
+    _, routes = batch_of(rng, TOPOLOGY, 2, 3)
     load = extreme(kind, (2, LAYERS, 3, 2, 12), rng)
-    nowhere = tokens._replace(
-        micro_batch=np.full_like(tokens.micro_batch, EMPTY), rank=np.full_like(tokens.rank, EMPTY)
+    nowhere = routes._replace(
+        micro_batch=np.full_like(routes.micro_batch, EMPTY), rank=np.full_like(routes.rank, EMPTY)
     )
-    for sample in (tokens, nowhere):
-        check(plan_of(TOPOLOGY, load, sample, COST), load, TOPOLOGY)
+    for sample in (routes, nowhere):
+        check(plan_of(TOPOLOGY, load, sample, PRICE), load, TOPOLOGY)
     check(plan_of(TOPOLOGY, load), load, TOPOLOGY)
 
 
 @pytest.mark.slow
 def test_pushes_that_cost_too_much_are_not_made():
     """Expensive residents are not chosen; free ones fill all slots, as every node has tokens for more experts."""
-    load, tokens = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
-    dear = plan_of(TOPOLOGY, load, tokens, COSTS["dear"])
+    load, routes = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
+    dear = plan_of(TOPOLOGY, load, routes, PRICES["dear"])
     assert (resident_experts(dear, TOPOLOGY) == EMPTY).all()
     assert (dear.home // 4 == np.arange(12) // 4).all(), "no expert goes to another node"
-    free = plan_of(TOPOLOGY, load, tokens, COSTS["nothing but crossings"])
+    free = plan_of(TOPOLOGY, load, routes, PRICES["nothing but crossings"])
     assert (resident_experts(free, TOPOLOGY) != EMPTY).all()
 
 
 def test_no_resident_slots_and_no_residents_are_the_same_plan():
     """If every push and move is too expensive, the plan equals that without resident slots."""
-    load, tokens = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)
-    cost = dataclasses.replace(COST, push=1e12, move=1e12)
+    load, routes = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)
+    price = dataclasses.replace(PRICE, push=1e12, move=1e12)
     narrow = dataclasses.replace(TOPOLOGY, resident_slots=0)
-    wide, without = plan_of(TOPOLOGY, load, tokens, cost), plan_of(narrow, load, tokens, cost)
+    wide, without = plan_of(TOPOLOGY, load, routes, price), plan_of(narrow, load, routes, price)
     columns = (TOPOLOGY.home_slots, TOPOLOGY.home_slots + 1)
     wide = wide._replace(
         slot_expert=np.delete(wide.slot_expert, columns, -1), quota=np.delete(wide.quota, columns, -1)
@@ -164,20 +165,20 @@ def test_the_same_plan_under_vmap():
 
     @jax.jit
     @jax.vmap
-    def together(load, tokens):
-        return PLANNER.update(load, state, TOPOLOGY, tokens=tokens, cost=COST)[0]
+    def together(load, routes):
+        return PLANNER.update(PlanRequest(load, routes, price=PRICE), state, TOPOLOGY)[0]
 
     result = together(*jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *batches))
-    for index, (load, tokens) in enumerate(batches):
+    for index, (load, routes) in enumerate(batches):
         plan = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), result)
-        chex.assert_trees_all_equal(plan, plan_of(TOPOLOGY, load, tokens, COST))
+        chex.assert_trees_all_equal(plan, plan_of(TOPOLOGY, load, routes, PRICE))
 
 
 @pytest.mark.slow
 def test_double_precision_changes_no_plan():
-    load, tokens = batch_of(np.random.default_rng(0), TOPOLOGY, 2, 3)
+    load, routes = batch_of(np.random.default_rng(0), TOPOLOGY, 2, 3)
     with jax.enable_x64(True):
         state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))
         update = jax.jit(functools.partial(PLANNER.update, topology=TOPOLOGY))
-        plan, _ = update(jnp.asarray(load), state, tokens=tokens, cost=COST)
-    chex.assert_trees_all_equal(jax.tree.map(np.asarray, plan), plan_of(TOPOLOGY, load, tokens, COST))
+        plan, _ = update(PlanRequest(jnp.asarray(load), routes, price=PRICE), state)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, plan), plan_of(TOPOLOGY, load, routes, PRICE))

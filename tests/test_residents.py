@@ -12,6 +12,7 @@ from support.plans import load_of, random_ids, random_plan
 
 from relibra_jax.contract.check import check_plan, check_slots
 from relibra_jax.contract.plan import assemble_plan, copy_source, rank_load, replica_count, resident_experts
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import EMPTY, LayerPlan, Plan, Price, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.execution.plan_guard import is_valid
@@ -260,7 +261,7 @@ def test_planners_without_residents_leave_their_slots_empty(name):
     planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
     load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
     plans = [
-        planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)[0]
+        planner.update(PlanRequest(load), planner.init(topology, 1, key=jax.random.key(0)), topology)[0]
         for topology in (TOPOLOGY, narrow)
     ]
     check_plan(plans[0], load, TOPOLOGY, across_nodes=PLANNERS[name].across_nodes)

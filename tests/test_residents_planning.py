@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
-from relibra_jax.contract.types import EMPTY, TokenSample, Topology
-from relibra_jax.planning.residents import COPY_VALUE, choose_residents, residents_to_ranks
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import EMPTY, Topology
+from relibra_jax.planning.residents import MOST_EXPERTS, choose_residents, residents_to_ranks
 from relibra_jax.planning.token_bits import token_bits
 
 NODES, EXPERTS, LAYERS, TOKENS, TOP_K = 3, 9, 6, 64, 3
@@ -29,7 +30,7 @@ def case():
 
 def choose(case, *, crossing, push, count, hierarchical):
     ids, token_node, home_node, copies = case
-    tokens = token_bits(TokenSample(ids, np.zeros(TOKENS, int), token_node), TOPOLOGY, num_micro_batches=1)
+    tokens = token_bits(PlacedRoutes(ids, np.zeros(TOKENS, int), token_node), TOPOLOGY, num_micro_batches=1)
     return np.asarray(
         choose_residents(
             tokens if hierarchical else None,
@@ -43,7 +44,10 @@ def choose(case, *, crossing, push, count, hierarchical):
 
 
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
-    """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs."""
+    """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs.
+
+    A crossing counts in equal shares for the experts that it serves. Of equal savings, the first by home node wins.
+    """
     ids, token_node, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
     for node, layer in np.ndindex(NODES, LAYERS):
@@ -53,13 +57,16 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
                 break
             saved = {expert: copies[node, expert, layer] for expert in set(range(EXPERTS)) - experts}
             if hierarchical:
-                only = dict.fromkeys(saved, 0)
+                saved = dict.fromkeys(saved, 0.0)
                 for token in ids[token_node == node, layer]:
                     away = [int(expert) for expert in token if expert not in experts]
                     for expert in away:
-                        only[expert] += sum(home[other] == home[expert] for other in away) == 1
-                saved = {e: only[e] * NODES / TOKENS + COPY_VALUE * copies[node, e, layer] for e in saved}
-            best = max(saved, key=saved.__getitem__)
+                        served = sum(home[other] == home[expert] for other in away)
+                        saved[expert] += NODES / TOKENS / min(served, MOST_EXPERTS)
+            best = max(
+                sorted(saved, key=lambda expert: (home[expert], expert)),
+                key=lambda expert: round(saved[expert], 6),
+            )
             if crossing * saved[best] <= push:
                 break
             experts.add(best)
@@ -69,7 +76,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
 
 @pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
 @pytest.mark.parametrize(("count", "push"), [(1, 0.0), (4, 0.0), (4, 0.35), (9, 0.0), (3, 50.0)])
-def test_the_greedy_choice(case, hierarchical, count, push):
+def test_choose_residents_is_greedy(case, hierarchical, count, push):
     """The cases include more slots than there are remote experts, and pushes that cost more than any saving."""
     options = {"crossing": 1.0, "push": push, "count": count, "hierarchical": hierarchical}
     result = choose(case, **options)
@@ -82,15 +89,15 @@ def test_the_greedy_choice(case, hierarchical, count, push):
     assert result.any() == (push < 50)
 
 
-def test_nothing_crosses_where_it_costs_nothing(case):
+def test_choose_residents_is_empty_if_crossings_cost_nothing(case):
     assert not choose(case, crossing=0.0, push=0.0, count=2, hierarchical=True).any()
 
 
-def test_taking_one_expert_out_may_make_another_the_only_reason():
+def test_choose_residents_takes_both_experts_of_a_crossing():
     """All of node 0's tokens use experts 2 and 3 of one node, so one resident alone saves no crossing."""
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     ids = np.tile([[[2, 3]]], (8, 1, 1))
-    tokens = token_bits(TokenSample(ids, np.zeros(8, int), np.zeros(8, int)), topology, num_micro_batches=1)
+    tokens = token_bits(PlacedRoutes(ids, np.zeros(8, int), np.zeros(8, int)), topology, num_micro_batches=1)
     copies = jnp.zeros((2, 4, 1)).at[0, 2:].set(2.0)
     home_node = jnp.array([[0], [0], [1], [1]])
     result = choose_residents(tokens, copies, home_node, crossing=1.0, push=0.15, count=2)
@@ -98,7 +105,7 @@ def test_taking_one_expert_out_may_make_another_the_only_reason():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_resident_gets_one_slot_of_its_node(seed):
+def test_residents_to_ranks_gives_each_resident_one_slot_of_its_node(seed):
     """Residents fill up to all slots, heaviest first, on the lightest rank that has room."""
     rng = np.random.default_rng(seed)
     topology = Topology(

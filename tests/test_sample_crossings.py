@@ -1,15 +1,15 @@
 """Crossings of each sample for each node, compared with plain loops, with and without residents."""
 
-import functools
-
 import numpy as np
 import pytest
 from support.plans import random_routing
 
-from relibra_jax.contract.types import EMPTY, Price, Topology
+from relibra_jax.contract.planner import Placement
+from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning import sample_crossings
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.routes import Routes
 from relibra_jax.planning.sample_crossings import crossings_by_node
-from relibra_jax.planning.token_sample import Routes
 
 SAMPLES, TOKENS, LAYERS, EXPERTS, TOP_K = 5, 8, 3, 6, 3
 TOPOLOGY = Topology(num_nodes=3, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=1)
@@ -19,16 +19,22 @@ RESIDENTS = {
 }
 
 
-def price(hierarchical):
-    return Price(token=1.0, copy=1.0, crossing=1.0, spread=1.0, move=1.0, push=1.0, hierarchical=hierarchical)
-
-
 @pytest.fixture(scope="module")
-def batch():
+def case():
     """Make a replay, and homes such that residents are never on the node of their home."""
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
     return replay, np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3]])
+
+
+def batch_of(replay, routes=None):
+    return Batch(load_of_samples(replay), replay.mask.sum(1), routes)
+
+
+def place(home, resident=None):
+    """Make a placement in the topology of this file; None for no residents."""
+    without = Placement.without_residents(home, TOPOLOGY)
+    return without if resident is None else without._replace(resident=resident)
 
 
 def load_of_samples(replay):
@@ -59,20 +65,14 @@ def count(replay, home, resident, distinct):
 
 
 @pytest.mark.parametrize("resident", RESIDENTS)
-@pytest.mark.parametrize("how", ["loads alone", "routes without cost", "flat"])
-def test_copies_that_cross(batch, resident, how):
+@pytest.mark.parametrize("how", ["loads alone", "flat"])
+def test_copies_that_cross(case, resident, how):
     """Crossings of copies divided by top-k, averaged over layers, are exact."""
-    replay, home = batch
+    replay, home = case
     routes = None if how == "loads alone" else all_routes(replay)
+    placement = place(home, RESIDENTS[resident])
     result = crossings_by_node(
-        load_of_samples(replay),
-        replay.mask.sum(1),
-        home,
-        TOPOLOGY,
-        routes=routes,
-        resident=RESIDENTS[resident],
-        cost=price(False) if how == "flat" else None,
-        groups=LAYERS,
+        batch_of(replay, routes), placement, TOPOLOGY, hierarchical=how != "flat", groups=LAYERS
     )
     expected = count(replay, home, RESIDENTS[resident], False) / TOP_K / LAYERS
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
@@ -84,19 +84,11 @@ def all_routes(replay, repeated=1):
 
 
 @pytest.mark.parametrize("resident", RESIDENTS)
-def test_tokens_that_cross(batch, resident):
+def test_tokens_that_cross(case, resident):
     """If all tokens are sampled many times, the weight of the batch mean is negligible and counts are exact."""
-    replay, home = batch
-    result = crossings_by_node(
-        load_of_samples(replay),
-        replay.mask.sum(1),
-        home,
-        TOPOLOGY,
-        routes=all_routes(replay, 500),
-        resident=RESIDENTS[resident],
-        cost=price(True),
-        groups=LAYERS,
-    )
+    replay, home = case
+    placement, batch = place(home, RESIDENTS[resident]), batch_of(replay, all_routes(replay, 500))
+    result = crossings_by_node(batch, placement, TOPOLOGY, hierarchical=True, groups=LAYERS)
     expected = count(replay, home, RESIDENTS[resident], True) / LAYERS
     np.testing.assert_allclose(result, expected, rtol=5e-3, atol=5e-3)
 
@@ -109,10 +101,8 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
     routes = Routes(ids, np.repeat(np.arange(4), 16))
     home = np.tile(np.arange(6), (2, 1))
     load = (ids.reshape(4, 16, 2, 2)[..., None] == np.arange(6)).sum((1, 3))
-    count = functools.partial(
-        crossings_by_node, load, np.full(4, 16), home, topology, routes=routes, cost=price(True)
-    )
-    whole = np.asarray(count())
+    batch, placement = Batch(load, np.full(4, 16), routes), Placement.without_residents(home, topology)
+    whole = np.asarray(crossings_by_node(batch, placement, topology, hierarchical=True))
     common = load.sum(0) / 64
     expected = (load + common[None]).sum(1) / 2 * 16 / 17
     for node in range(6):
@@ -120,38 +110,38 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
         np.testing.assert_allclose(whole[:, node, others, 0], expected[:, others], rtol=1e-5)
         assert (whole[:, node, node] == 0).all()
     monkeypatch.setattr(sample_crossings, "MOST_VISITS", 256)
-    np.testing.assert_allclose(count(), whole, rtol=1e-6)
+    parts = crossings_by_node(batch, placement, topology, hierarchical=True)
+    np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
-def test_groups_of_layers_add_up(batch):
-    replay, home = batch
-    arguments = (load_of_samples(replay), replay.mask.sum(1), home, TOPOLOGY)
-    options = {"routes": all_routes(replay), "cost": price(True)}
-    whole, parts = (crossings_by_node(*arguments, groups=groups, **options) for groups in (1, 2))
+def test_groups_of_layers_add_up(case):
+    replay, home = case
+    batch = batch_of(replay, all_routes(replay))
+    whole, parts = (
+        crossings_by_node(batch, place(home), TOPOLOGY, hierarchical=True, groups=groups) for groups in (1, 2)
+    )
     np.testing.assert_allclose(np.asarray(parts).sum(-1), np.asarray(whole)[..., 0], rtol=1e-5)
 
 
-def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
+def test_a_sample_without_sampled_tokens_is_a_common_one(case):
     """A sample without sampled tokens crosses like the batch mean, in proportion to its length."""
-    replay, home = batch
+    replay, home = case
     routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
-    length = np.array([4, 4, 6, 3, 0])
-    result = np.asarray(
-        crossings_by_node(load_of_samples(replay), length, home, TOPOLOGY, routes=routes, cost=price(True))
-    )
+    batch = batch_of(replay, routes)._replace(lengths=np.array([4, 4, 6, 3, 0]))
+    result = np.asarray(crossings_by_node(batch, place(home), TOPOLOGY, hierarchical=True))
     np.testing.assert_allclose(result[2], 2 * result[3], rtol=1e-6)
     assert (result[2].sum(1) > 0).all()
     assert (result[4] == 0).all()
 
 
-def test_sampled_tokens_of_other_samples_do_not_count(batch):
+def test_sampled_tokens_of_other_samples_do_not_count(case):
     """A stage of two samples has the counts of a batch of these, however many tokens of others were sampled."""
-    replay, home = batch
+    replay, home = case
     load, length, routes = load_of_samples(replay)[:2], replay.mask.sum(1)[:2], all_routes(replay)
     of_both = routes._replace(sample=np.where(routes.sample < 2, routes.sample, EMPTY))
     alone = Routes(*(leaf[routes.sample < 2] for leaf in routes))
     result, expected = (
-        crossings_by_node(load, length, home, TOPOLOGY, routes=each, cost=price(True))
+        crossings_by_node(Batch(load, length, each), place(home), TOPOLOGY, hierarchical=True)
         for each in (of_both, alone)
     )
     np.testing.assert_allclose(result, expected, rtol=1e-5)

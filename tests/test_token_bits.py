@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
-from relibra_jax.contract.types import EMPTY, RoutingReplay, TokenSample, Topology
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import EMPTY, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.routes import place_routes, sample_routes
 from relibra_jax.planning.token_bits import num_groups, token_bits
-from relibra_jax.planning.token_sample import place_routes, sample_routes
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
 LAYERS = 3
@@ -22,7 +23,7 @@ def sample_of(rng, sizes, *, top_k=2, topology=TOPOLOGY):
     rank = group % topology.num_nodes * topology.ranks_per_node
     rank += rng.integers(topology.ranks_per_node, size=len(group))
     ids = random_ids(rng, (len(group), LAYERS), topology.num_experts, top_k, padding=0)
-    return TokenSample(ids.astype(np.uint8), group // topology.num_nodes, rank)
+    return PlacedRoutes(ids.astype(np.uint8), group // topology.num_nodes, rank)
 
 
 def count_bits(bits):
@@ -98,15 +99,15 @@ def test_every_token_stands_for_as_many():
 def test_unplaced_tokens_are_left_out():
     rng = np.random.default_rng(3)
     sample = sample_of(rng, [[40, 8], [16, 100]])
-    lost = TokenSample(sample.expert_ids[:50], np.full(50, EMPTY), np.full(50, EMPTY))
-    mixed = TokenSample(*(np.concatenate(both) for both in zip(lost, sample, strict=True)))
+    lost = PlacedRoutes(sample.expert_ids[:50], np.full(50, EMPTY), np.full(50, EMPTY))
+    mixed = PlacedRoutes(*(np.concatenate(both) for both in zip(lost, sample, strict=True)))
     expected, result = (token_bits(tokens, TOPOLOGY, num_micro_batches=2) for tokens in (sample, mixed))
     np.testing.assert_array_equal(result.bits, expected.bits)
     np.testing.assert_allclose(result.weight, expected.weight, rtol=1e-6)
 
 
 def test_a_batch_without_tokens():
-    nothing = TokenSample(np.zeros((3, LAYERS, 2), np.uint8), np.full(3, EMPTY), np.full(3, EMPTY))
+    nothing = PlacedRoutes(np.zeros((3, LAYERS, 2), np.uint8), np.full(3, EMPTY), np.full(3, EMPTY))
     bits, weight = token_bits(nothing, TOPOLOGY, num_micro_batches=2)
     assert not np.asarray(bits).any()
     assert not np.asarray(weight).any()
@@ -118,7 +119,7 @@ def test_many_tokens_of_one_group():
     half = np.arange(count) * 2 // count
     nothing = np.zeros(count, np.int32)
     bits, _ = token_bits(
-        TokenSample(half[:, None, None].astype(np.uint8), nothing, nothing), TOPOLOGY, num_micro_batches=1
+        PlacedRoutes(half[:, None, None].astype(np.uint8), nothing, nothing), TOPOLOGY, num_micro_batches=1
     )
     assert count_bits(bits)[:2, 0, 0, 0].tolist() == [1024, 1024]
 
@@ -130,7 +131,7 @@ def test_micro_batches_are_grouped_in_order_and_in_equal_parts(micro_batches, no
     topology = Topology(num_nodes=nodes, ranks_per_node=1, num_experts=nodes, replica_slots=0)
     # The expert of a token is its micro-batch, so the experts of a group are the micro-batches in it.
     m = np.arange(micro_batches) % nodes
-    sample = TokenSample(
+    sample = PlacedRoutes(
         m[:, None, None].astype(np.uint8), np.arange(micro_batches), np.zeros(micro_batches, int)
     )
     bits, _ = token_bits(sample, topology, num_micro_batches=micro_batches)

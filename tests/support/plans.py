@@ -6,6 +6,7 @@ of load.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,27 @@ def load_of(ids: np.ndarray, topology: Topology) -> np.ndarray:
     at = np.where(rows == EMPTY, experts, rows) + np.arange(len(rows))[:, None] * (experts + 1)
     load = np.bincount(at.ravel(), minlength=len(rows) * (experts + 1)).reshape(len(rows), -1)[:, :-1]
     return load.reshape(*stack, topology.num_nodes, topology.ranks_per_node, experts).astype(np.int32)
+
+
+def request_of(load: np.ndarray, topology: Topology, **fields: Any) -> PlanRequest:
+    """Make the request of a batch whose token copies lie on the first rank, or on the first rank of every node.
+
+    Args:
+        load: token copies ``[M, L, E]``, or ``[M, L, N, E]`` by node.
+        topology: gives N and G.
+        **fields: the other fields of the request.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> request_of(np.array([[[4, 3, 2, 1]]]), topology).load[0, 0].sum(-1).tolist()
+    [[10, 0], [0, 0]]
+    """
+    load = np.asarray(load)
+    by_node = load if load.ndim == 4 else load[:, :, None]
+    by_rank = np.zeros(
+        (*load.shape[:2], topology.num_nodes, topology.ranks_per_node, load.shape[-1]), np.int32
+    )
+    by_rank[:, :, : by_node.shape[2], 0] = by_node
+    return PlanRequest(by_rank, **fields)
 
 
 def random_plan(

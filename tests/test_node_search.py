@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
-from relibra_jax.contract.types import TokenSample, Topology
-from relibra_jax.planning import time_search
-from relibra_jax.planning.time_search import NodeProblem, search_nodes
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import Topology
+from relibra_jax.planning import node_search
+from relibra_jax.planning.node_search import NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import token_bits
 
 INSTANCES, GROUP, TOP_K = 60, 16, 3
@@ -47,7 +48,7 @@ class Instance:
         m, n, _ = np.indices(ids.shape[1:4])
         flat = ids.reshape(INSTANCES, -1, TOP_K).swapaxes(0, 1)
         self.tokens = token_bits(
-            TokenSample(flat, m.ravel(), n.ravel()), topology, num_micro_batches=micro_batches
+            PlacedRoutes(flat, m.ravel(), n.ravel()), topology, num_micro_batches=micro_batches
         )
         self.offset = np.asarray(rng.random((nodes, micro_batches, INSTANCES)) * 0.2, np.float32)
         self.start = np.stack([rng.permutation(experts) // (experts // nodes) for _ in range(INSTANCES)], 1)
@@ -154,8 +155,8 @@ def test_incremental_state_equals_a_new_count():
     """After hundreds of swaps, loads, bit planes and visits equal those computed from the final placement."""
     case = instance("3 nodes of 2")
     problem = case.problem(*PRICES["moves"])
-    first = functools.partial(time_search._initial_state, num_nodes=3, top_k=TOP_K)
-    anneal = jax.jit(functools.partial(time_search._anneal, steps=300, hottest=HOT))
+    first = functools.partial(node_search._initial_state, num_nodes=3, top_k=TOP_K)
+    anneal = jax.jit(functools.partial(node_search._anneal, steps=300, hottest=HOT))
     state = anneal(problem, first(problem, jnp.asarray(case.start, jnp.int32)), jax.random.key(1))
     node = jnp.argsort(state.expert, axis=0).astype(jnp.int32) // 2
     assert (np.asarray(node) != case.start).any(0).mean() > 0.5
@@ -163,7 +164,7 @@ def test_incremental_state_equals_a_new_count():
     np.testing.assert_array_equal(state.planes, anew.planes)
     np.testing.assert_allclose(state.visits, anew.visits, rtol=1e-6)
     np.testing.assert_allclose(state.load, anew.load, rtol=1e-4, atol=1e-5)
-    time = time_search._objective(problem, state)
+    time = node_search._objective(problem, state)
     np.testing.assert_allclose(time, case.time(node, *PRICES["moves"]), rtol=1e-5)
 
 
@@ -174,7 +175,9 @@ def test_few_and_many_experts_of_a_token(top_k):
     rng = np.random.default_rng(0)
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
     ids = random_ids(rng, (32, 4), 8, top_k, padding=0)
-    tokens = token_bits(TokenSample(ids, np.zeros(32, int), np.arange(32) % 2), topology, num_micro_batches=1)
+    tokens = token_bits(
+        PlacedRoutes(ids, np.zeros(32, int), np.arange(32) % 2), topology, num_micro_batches=1
+    )
     share = jnp.asarray((ids[..., None] == np.arange(8)).sum((0, 2)).T[:, None] / (16 * top_k), jnp.float32)
     start = np.tile(np.arange(8, dtype=np.int32)[:, None] // 4, (1, 4))
     problem = NodeProblem(
@@ -198,7 +201,7 @@ def test_overfitting_gains_move_nothing():
     rng, layers = np.random.default_rng(0), 20
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
     ids = rng.random((8192, layers, 8)).argsort(-1)[..., :2]
-    sample = TokenSample(ids, np.zeros(8192, int), np.arange(8192) % 2)
+    sample = PlacedRoutes(ids, np.zeros(8192, int), np.arange(8192) % 2)
     tokens, judge = token_bits(sample, topology, num_micro_batches=1, scale=2).halves()
     start = jnp.asarray(np.tile(np.arange(8, dtype=np.int32)[:, None] // 4, (1, layers)))
     numbers = (jnp.float32(1), start, jnp.float32(0.002))

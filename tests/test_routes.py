@@ -9,7 +9,7 @@ from support.plans import random_routing
 
 from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.token_sample import Routes, place_routes, sample_routes
+from relibra_jax.planning.routes import Routes, place_routes, sample_routes
 
 
 def numbered(lengths, tokens):
