@@ -124,24 +124,6 @@ def test_plan_batch_rejects_a_start_of_other_ranks(replay):
         plan_batch(replay, static(), (), TOPOLOGY, stages=[Stage(MICRO_BATCHES, start=other)])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"home": np.zeros((2, 8), int)}, "start.home"),
-        ({"home": np.tile(np.arange(8), (3, 1))}, r"start.home: expected shape \(2, 8\), found \(3, 8\)"),
-        (
-            {"resident": np.full((2, 2, 2, 1), EMPTY)},
-            r"start.resident: expected shape \(2, 2, 2, 0\), found \(2, 2, 2, 1\)",
-        ),
-    ],
-)
-def test_plan_batch_rejects_homes_to_start_from_that_do_not_fit(replay, change, message):
-    fitting = Placement.without_residents(np.tile(np.arange(8), (2, 1)), TOPOLOGY)
-    placement = fitting._replace(**change)
-    with pytest.raises(ValueError, match=message):
-        plan_batch(replay, static(), (), TOPOLOGY, stages=MICRO_BATCHES, start=placement)
-
-
 @pytest.mark.slow
 def test_plan_batch_evens_out_what_placement_cannot(replay, planner, update, in_order):
     """With jit and without, the returned load is that of the assignment."""
