@@ -1,15 +1,21 @@
-"""``relibra multiplex``: jobs from files and runs, the printed and written results, and one-line errors."""
+"""``python -m experiments.multiplex``: jobs from files and runs, what it prints and writes, and one-line errors."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from experiments.multiplex.__main__ import Multiplex, main
 from experiments.multiplex.comparison import ALONE, COLOCATED, GROUPS, OPTIMUM, SORTED
-from experiments.multiplex.job_files import read_jobs
-from experiments.multiplex.run_metrics import ROLLOUT_TIMES, TRAINING_TIMES, job_from_run, read_durations
+from experiments.multiplex.job_sources import read_jobs
+from experiments.multiplex.run_metrics import (
+    ROLLOUT_TIMES,
+    TRAINING_TIMES,
+    job_of_durations,
+    read_durations,
+)
+from experiments.program import run_program
 from experiments.rl.metrics import EVALUATE, LEARN, WARM_UP, names_of
-from relibra_jax.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 TIMES = (*ROLLOUT_TIMES, *TRAINING_TIMES)
@@ -39,21 +45,22 @@ def run(tmp_path):
     return make_run(tmp_path / "run", [*other, slow, *steps], [slow, *steps])
 
 
-def test_times_are_metrics_of_a_learning_step():
+def test_run_metrics_are_those_of_a_learning_step():
     assert set(TIMES) <= names_of(LEARN)
 
 
-def test_a_run_becomes_a_job(run):
+def test_job_of_durations_has_the_quantiles_of_a_run(run):
     sizes = {"rollout_nodes": 2, "training_nodes": 3}
-    job = job_from_run(run, quantile=0.95, slo=1.5, **sizes)
+    durations = read_durations(run)
+    job = job_of_durations(str(run), durations, quantile=0.95, slo=1.5, **sizes)
     assert (job.name, job.rollout_nodes, job.training_nodes, job.slo) == (str(run), 2, 3, 1.5)
     # 42 steps, of which two compile: the 40th longest is the conservative one.
     assert (job.rollout_seconds, job.training_seconds) == (pytest.approx(2.19), pytest.approx(6.0))
-    longest = job_from_run(run, quantile=1.0, **sizes)
+    longest = job_of_durations(str(run), durations, quantile=1.0, **sizes)
     assert (longest.rollout_seconds, longest.training_seconds) == (60.0, pytest.approx(90.0))
 
 
-def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
+def test_multiplex_refuses_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
     slow, steps = learn_line(60.0, 90.0), [learn_line(2.0, 6.0 + number) for number in range(5)]
     run = make_run(tmp_path / "run", [slow, *steps])
     # The 95% quantile of six steps would be the one that compiles.
@@ -69,7 +76,7 @@ def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
     )
 
 
-def test_an_incomplete_last_line_is_left_out(run):
+def test_read_durations_leaves_out_an_incomplete_last_line(run):
     before = len(read_durations(run).rollout)
     with (run / "seed-0" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "lea')
@@ -81,13 +88,17 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
+def multiplex(*args):
+    return run_program(main, Multiplex, list(map(str, args)))
+
+
 def run_command(args, out):
-    assert main(["multiplex", *map(str, args), "--steps", "5", "--out", str(out)]) == 0
+    assert multiplex(*args, "--steps", 5, "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["multiplex.json", "multiplex.png"]
     return json.loads((out / "multiplex.json").read_text())
 
 
-def test_drawn_sets_are_compared(out, capsys):
+def test_multiplex_compares_drawn_sets(out, capsys):
     numbers = run_command(["--drawn", 4, "--seeds", 3], out)
     shown = capsys.readouterr().out
     assert "4 drawn jobs, 3 sets" in shown
@@ -101,14 +112,14 @@ def test_drawn_sets_are_compared(out, capsys):
     assert len(numbers["sets"]) == 3
 
 
-def test_more_jobs_than_the_optimum_supports(out, capsys):
+def test_multiplex_of_more_jobs_than_the_optimum_supports(out, capsys):
     numbers = run_command(["--drawn", 7], out)
     assert OPTIMUM not in numbers["ways"]
     assert numbers["gaps"] is None
     assert "optimum" not in capsys.readouterr().out
 
 
-def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
+def test_multiplex_takes_files_and_runs_in_their_order(run, tmp_path, out, capsys):
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([JOB | {"slo": 2.0, "tail_share": 0.5}, JOB | {"name": "b"}]))
     numbers = run_command([path, run, "--slo", 3, "--training-nodes", 2], out)
@@ -123,7 +134,7 @@ def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
     assert [job.name for job in read_jobs(saved)] == [job["name"] for job in listed]
 
 
-def test_names_of_any_characters(tmp_path, out, capsys):
+def test_multiplex_prints_names_of_any_characters(tmp_path, out, capsys):
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([JOB | {"name": "[red]"}, JOB | {"name": "$\\frac$", "slo": 2.0}]))
     run_command([path], out)
@@ -155,7 +166,7 @@ BAD_JOBS = {
 @pytest.fixture
 def refused(tmp_path, capsys):
     def run_it(*args):
-        assert main(["multiplex", *map(str, args), "--out", str(tmp_path / "out")]) == 2
+        assert multiplex(*args, "--out", tmp_path / "out") == 2
         assert not (tmp_path / "out").exists()
         shown = capsys.readouterr()
         assert shown.out == ""
@@ -166,7 +177,7 @@ def refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", BAD_JOBS)
-def test_bad_job_files(refused, tmp_path, text):
+def test_multiplex_reports_bad_job_files(refused, tmp_path, text):
     path = tmp_path / "jobs.json"
     path.write_text(text)
     assert BAD_JOBS[text] in refused(path)
@@ -191,7 +202,7 @@ BAD_LINES = {
 }
 
 
-def test_metrics_that_are_not_text(refused, tmp_path, run):
+def test_multiplex_reports_metrics_that_are_not_text(refused, tmp_path, run):
     broken = run / "seed-1" / "metrics.jsonl"
     whole = broken.read_bytes()
     broken.write_bytes(whole + b"\xe4")
@@ -201,17 +212,17 @@ def test_metrics_that_are_not_text(refused, tmp_path, run):
 
 
 @pytest.mark.parametrize("inside", ["", "folder", "a/b"])
-def test_a_file_where_the_folder_should_be(tmp_path, capsys, monkeypatch, inside):
-    monkeypatch.setattr("experiments.multiplex.command.compare_ways", None)
+def test_multiplex_reports_a_file_where_its_folder_should_be(tmp_path, capsys, monkeypatch, inside):
+    monkeypatch.setattr("experiments.multiplex.__main__.compare_ways", None)
     (tmp_path / "file").write_text("mine")
-    assert main(["multiplex", "--out", str(tmp_path / "file" / inside)]) == 2
+    assert multiplex("--out", tmp_path / "file" / inside) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{tmp_path / 'file'} is a file, not a folder")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("fault", BAD_LINES)
-def test_bad_metrics_lines(refused, tmp_path, fault):
+def test_multiplex_reports_bad_lines_of_metrics(refused, tmp_path, fault):
     line, message = BAD_LINES[fault]
     assert message in refused(make_run(tmp_path / "run", [line]))
 
@@ -233,11 +244,11 @@ def test_bad_metrics_lines(refused, tmp_path, fault):
         "missing.json --drawn 3": "drawn and seeds are for jobs drawn at random, but 1 paths are given",
     }.items(),
 )
-def test_options_that_do_not_fit(refused, options, message):
+def test_multiplex_reports_options_that_do_not_fit(refused, options, message):
     assert message in refused(*options.split())
 
 
-def test_a_folder_without_a_run(refused, tmp_path, run):
+def test_multiplex_reports_a_folder_without_a_run(refused, tmp_path, run):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").endswith("has no files seed-*/metrics.jsonl")
     assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")

@@ -8,13 +8,14 @@ from durations; nothing runs on a cluster.
 
 =============  ======================================================================================================
 `jobs`         descriptions of jobs, and of the pools of nodes that they run on
-`groups`       jobs that share two pools: their period, price, and whether all keep their objectives
-`multiplex`    admission of jobs one by one, each where it costs least
-`optimum`      the cheapest groups, for a few jobs
-`baselines`    two other ways to run jobs, and the price and work of each way: separate pools, and co-location
-`simulation`   simulation of a group, phase by phase, with any durations
+`job_sources`  jobs from files, and jobs drawn at random for comparisons
 `run_metrics`  jobs from the metrics of training runs
-`job_files`    jobs from files
-`drawn`        jobs drawn at random, for comparisons
+`groups`       jobs that share two pools: their period, price, and whether all keep their objectives
+`grouping`     forming groups: jobs one by one, each where it costs least; or the cheapest groups of a few jobs
+`baselines`    two other ways to run jobs, and the price and work of each way: separate pools, and co-location
+`comparison`   all ways to run the same jobs, compared
+`simulation`   simulation of a group, phase by phase, with any durations
+`tables`       the tables and sentences that the program prints
+`figure`       the figure of a group
 =============  ======================================================================================================
 """

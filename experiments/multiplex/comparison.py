@@ -6,10 +6,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from experiments.multiplex.baselines import Outcome, outcome_alone, outcome_colocated, outcome_of_groups
+from experiments.multiplex.grouping import MOST_JOBS, cheapest_groups, group_jobs, largest_first
 from experiments.multiplex.groups import Group
 from experiments.multiplex.jobs import Job, Pools
-from experiments.multiplex.multiplex import largest_first, multiplex
-from experiments.multiplex.optimum import MOST_JOBS, cheapest_groups
 from experiments.multiplex.run_metrics import StepDurations
 from experiments.multiplex.simulation import (
     conservative_durations,
@@ -77,10 +76,10 @@ def compare_ways(
     Raises:
         ValueError: if the jobs do not fit the pools, or a number is out of its range.
     """
-    groups = multiplex(jobs, pools)
+    groups = group_jobs(jobs, pools)
     outcomes = {
         GROUPS: outcome_of_groups(groups, pools),
-        SORTED: outcome_of_groups(multiplex(largest_first(jobs), pools), pools),
+        SORTED: outcome_of_groups(group_jobs(largest_first(jobs), pools), pools),
         ALONE: outcome_alone(jobs, pools),
         COLOCATED: outcome_colocated(jobs, pools, rollout_speed=rollout_speed),
     }

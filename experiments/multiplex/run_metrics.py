@@ -46,6 +46,14 @@ def read_durations(folder: str | os.PathLike) -> StepDurations:
 
     Raises:
         ValueError: if there are no such files, a line is not a line of metrics, or no line describes a learning step.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> line = {"kind": "learn"} | dict.fromkeys([*ROLLOUT_TIMES, *TRAINING_TIMES], 2.0)
+    >>> (folder / "seed-0").mkdir()
+    >>> _ = (folder / "seed-0" / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+    >>> read_durations(folder)
+    StepDurations(rollout=array([2.]), training=array([12.]), seeds=1)
     """
     files = sorted(Path(folder).glob("seed-*/metrics.jsonl"))
     if not files:
@@ -60,30 +68,6 @@ def read_durations(folder: str | os.PathLike) -> StepDurations:
         raise ValueError(f"{folder}: none of the {len(lines)} lines in {len(files)} files has kind {LEARN!r}")
     rollout, training = np.array(steps).T
     return StepDurations(rollout, training, len(files))
-
-
-def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: Any) -> Job:
-    """Make a job with the durations of a run's learning steps.
-
-    Args:
-        folder: the folder of the run, which becomes the job's name.
-        quantile: the share of steps that do not exceed the conservative duration, above 0 and at most 1.
-        **about: the other fields of `Job`, which metrics do not contain: ``rollout_nodes``, ``training_nodes`` and
-            more.
-
-    Raises:
-        ValueError: under the conditions of `read_durations` and of `job_of_durations`.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> line = {"kind": "learn"} | dict.fromkeys([*ROLLOUT_TIMES, *TRAINING_TIMES], 2.0)
-    >>> (folder / "seed-0").mkdir()
-    >>> _ = (folder / "seed-0" / "metrics.jsonl").write_text(20 * (json.dumps(line) + "\\n"))
-    >>> job = job_from_run(folder, rollout_nodes=1, training_nodes=1)
-    >>> job.rollout_seconds, job.training_seconds
-    (2.0, 12.0)
-    """
-    return job_of_durations(str(folder), read_durations(folder), quantile=quantile, **about)
 
 
 def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **about: Any) -> Job:

@@ -1,6 +1,6 @@
-"""The tables and sentences that ``relibra multiplex`` prints: the groups, and the ways to run the same jobs."""
+"""The tables and sentences that the program prints: the groups, and the ways to run the same jobs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,9 @@ from experiments.multiplex.run_metrics import StepDurations
 from relibra_jax.cli.terminal import wide_table
 
 TABLE_WIDTH: Final = 104
+
+type Columns[Row] = Sequence[tuple[str, Callable[[Row], str]]]
+"""The columns of a table: the head of each, and the text of its cell in a row."""
 
 
 def describe_run(job: Job, durations: StepDurations) -> str:
@@ -39,22 +42,20 @@ def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
         pools: the rollout pool and the training pool.
         title: the title of the table: the jobs.
     """
-    table = wide_table(escape(title), width=TABLE_WIDTH)
-    table.add_column("jobs, in the order in which they alternate")
-    for name in ("rollout", "training", "period", "price/h", "slack", "rollout", "training"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in groups:
-        table.add_row(
-            escape(" ".join(job.name for job in group.jobs)),
-            f"{group.rollout_nodes} nodes",
-            f"{group.training_nodes} nodes",
-            f"{group.period:.4g}s",
-            f"{group.price(pools):.2f}",
-            f"{group.slack:.1%}",
-            f"{sum(group.rollouts) / group.period:.0%} busy",
-            f"{sum(group.trainings) / group.period:.0%} busy",
-        )
-    return table
+    columns: Columns[Group] = [
+        (
+            "jobs, in the order in which they alternate",
+            lambda group: escape(" ".join(job.name for job in group.jobs)),
+        ),
+        ("rollout", lambda group: f"{group.rollout_nodes} nodes"),
+        ("training", lambda group: f"{group.training_nodes} nodes"),
+        ("period", lambda group: f"{group.period:.4g}s"),
+        ("price/h", lambda group: f"{group.price(pools):.2f}"),
+        ("slack", lambda group: f"{group.slack:.1%}"),
+        ("rollout", lambda group: f"{sum(group.rollouts) / group.period:.0%} busy"),
+        ("training", lambda group: f"{sum(group.trainings) / group.period:.0%} busy"),
+    ]
+    return _table(title, columns, groups)
 
 
 def ways_table(ways: Ways, jobs: int, title: str) -> Table:
@@ -65,20 +66,28 @@ def ways_table(ways: Ways, jobs: int, title: str) -> Table:
         jobs: the number of jobs in all sets together.
         title: the title of the table: the jobs.
     """
+    columns: Columns[str] = [
+        ("way", lambda way: way),
+        ("price/h", lambda way: f"{ways[way]['price']:.2f}"),
+        ("efficiency", lambda way: f"{ways[way]['over_alone']:.3f}x"),
+        ("least", lambda way: f"{ways[way]['over_alone_least']:.3f}x"),
+        ("most", lambda way: f"{ways[way]['over_alone_most']:.3f}x"),
+        ("over co-location", lambda way: f"{ways[way]['over_colocated']:.3f}x"),
+        ("above optimum", lambda way: f"{ways[way]['gap']:.1%}"),
+        ("within SLO", lambda way: f"{ways[way]['within_slo']} of {jobs}"),
+    ]
+    if OPTIMUM not in ways:
+        columns = [column for column in columns if column[0] != "above optimum"]
+    return _table(title, columns, list(ways))
+
+
+def _table[Row](title: str, columns: Columns[Row], rows: Sequence[Row]) -> Table:
+    """Make a table of columns, with a line for each of the rows."""
     table = wide_table(escape(title), width=TABLE_WIDTH)
-    table.add_column("way", no_wrap=True)
-    above = ["above optimum"] if OPTIMUM in ways else []
-    for name in ("price/h", "efficiency", "least", "most", "over co-location", *above, "within SLO"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for way, numbers in ways.items():
-        table.add_row(
-            way,
-            f"{numbers['price']:.2f}",
-            *(f"{numbers[name]:.3f}x" for name in ("over_alone", "over_alone_least", "over_alone_most")),
-            f"{numbers['over_colocated']:.3f}x",
-            *(f"{numbers['gap']:.1%}" for _ in above),
-            f"{numbers['within_slo']} of {jobs}",
-        )
+    for number, (name, _) in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in columns))
     return table
 
 

@@ -9,11 +9,10 @@ import pytest
 from support.jobs import POOL, POOLS, make_job, random_jobs
 
 from experiments.multiplex.baselines import outcome_alone, outcome_colocated, outcome_of_groups
-from experiments.multiplex.drawn import draw_jobs
+from experiments.multiplex.grouping import cheapest_groups, group_jobs, largest_first
 from experiments.multiplex.groups import rollout_seconds, smallest_group
+from experiments.multiplex.job_sources import draw_jobs
 from experiments.multiplex.jobs import Pools
-from experiments.multiplex.multiplex import largest_first, multiplex
-from experiments.multiplex.optimum import cheapest_groups
 
 
 def keeps_all_rules(jobs, rollout_nodes, pools):
@@ -62,14 +61,14 @@ def names(groups):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_optimum_is_that_of_brute_force(seed):
+def test_cheapest_groups_are_those_of_brute_force(seed):
     rng = np.random.default_rng(seed)
     jobs = random_jobs(rng, int(rng.integers(1, 5)))
     assert price(cheapest_groups(jobs, POOLS)) == pytest.approx(brute_force(jobs, POOLS))
 
 
 @pytest.mark.parametrize("count", [5, 6])
-def test_the_optimum_of_more_jobs_is_that_of_brute_force(count):
+def test_cheapest_groups_of_more_jobs_are_those_of_brute_force(count):
     jobs = random_jobs(np.random.default_rng(count), count)
     optimum = cheapest_groups(jobs, POOLS)
     assert 1 < len(optimum) < count
@@ -77,21 +76,21 @@ def test_the_optimum_of_more_jobs_is_that_of_brute_force(count):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_schedules_are_valid_and_never_cheaper_than_the_optimum(seed):
+def test_group_jobs_keeps_all_rules_and_is_never_cheaper_than_the_optimum(seed):
     rng = np.random.default_rng(100 + seed)
     dearer = 0
     for _ in range(60):
         jobs = random_jobs(rng, int(rng.integers(1, 7)))
         optimum = cheapest_groups(jobs, POOLS)
-        for groups in (multiplex(jobs, POOLS), multiplex(largest_first(jobs), POOLS), optimum):
+        for groups in (group_jobs(jobs, POOLS), group_jobs(largest_first(jobs), POOLS), optimum):
             assert sorted(job.name for group in groups for job in group.jobs) == [job.name for job in jobs]
             assert all(keeps_all_rules(group.jobs, group.rollout_nodes, POOLS) for group in groups)
             assert price(optimum) <= price(groups) <= outcome_alone(jobs, POOLS).price
-        dearer += price(multiplex(jobs, POOLS)) > price(optimum)
+        dearer += price(group_jobs(jobs, POOLS)) > price(optimum)
     assert 0 < dearer < 60, "admission one by one must be optimal on some instances and not on others"
 
 
-def test_a_group_takes_the_fewest_rollout_nodes():
+def test_smallest_group_takes_the_fewest_rollout_nodes():
     rng = np.random.default_rng(7)
     grown = 0
     for _ in range(200):
@@ -103,7 +102,7 @@ def test_a_group_takes_the_fewest_rollout_nodes():
     assert grown
 
 
-def test_more_nodes_shorten_all_but_the_tail():
+def test_rollout_seconds_shrink_to_the_tail():
     job = make_job(rollout=60.0, rollout_nodes=2, tail_share=0.3)
     assert rollout_seconds(job, 2) == 60.0, (
         "exact equality, or a job with an objective of 1 could not run alone"
@@ -112,51 +111,51 @@ def test_more_nodes_shorten_all_but_the_tail():
     assert rollout_seconds(job, 10**6) == pytest.approx(60 * 0.3, rel=1e-4)
 
 
-def test_jobs_join_where_pools_are_idle():
+def test_group_jobs_joins_jobs_where_pools_are_idle():
     jobs = [make_job("a", 60.0, 40.0), make_job("b", 40.0, 60.0)]
-    (group,) = multiplex(jobs, POOLS)
+    (group,) = group_jobs(jobs, POOLS)
     assert (group.period, group.slack, group.price(POOLS)) == (100.0, 0.0, 4.0)
     assert outcome_of_groups([group], POOLS).efficiency == 2 * outcome_alone(jobs, POOLS).efficiency
 
 
-def test_a_job_whose_objective_allows_no_partner():
+def test_group_jobs_leaves_a_job_alone_whose_objective_allows_no_partner():
     patient = [make_job("a", slo=5.0), make_job("b", slo=5.0)]
     hasty = make_job("c", slo=1.0)
     for jobs in itertools.permutations([*patient, hasty]):
-        assert sorted(names(multiplex(jobs, POOLS)), key=len)[0] == "c"
-        assert len(multiplex(jobs, POOLS)) == 2
+        assert sorted(names(group_jobs(jobs, POOLS)), key=len)[0] == "c"
+        assert len(group_jobs(jobs, POOLS)) == 2
 
 
 @pytest.mark.parametrize(
     ("rollout_price", "groups", "nodes"), [(0.5, ["ab"], [4]), (9.0, ["a", "b"], [1, 1])]
 )
-def test_nodes_are_added_where_they_cost_less_than_a_group(rollout_price, groups, nodes):
+def test_group_jobs_adds_nodes_where_they_cost_less_than_a_group(rollout_price, groups, nodes):
     # Both rollouts take 160 s together, and 130 s on four nodes; 131 s are allowed. So three more rollout nodes are
     # needed, or a second group with one node of each kind.
     jobs = [make_job(name, 80.0, 20.0, tail_share=0.75, slo=1.31) for name in "ab"]
     pools = dataclasses.replace(POOLS, rollout=dataclasses.replace(POOL, device_price=rollout_price))
-    planned = multiplex(jobs, pools)
+    planned = group_jobs(jobs, pools)
     assert names(planned) == groups
     assert [group.rollout_nodes for group in planned] == nodes
 
 
 @pytest.mark.parametrize("kind", ["rollout_bytes", "training_bytes"])
 @pytest.mark.parametrize(("state_bytes", "count"), [(30, 1), (31, 2)])
-def test_states_may_fill_memory_exactly(kind, state_bytes, count):
+def test_groups_may_fill_memory_exactly(kind, state_bytes, count):
     jobs = [make_job("a", slo=9.0, **{kind: 70}), make_job("b", slo=9.0, **{kind: state_bytes})]
-    assert len(multiplex(jobs, POOLS)) == len(cheapest_groups(jobs, POOLS)) == count
+    assert len(group_jobs(jobs, POOLS)) == len(cheapest_groups(jobs, POOLS)) == count
 
 
-def test_where_a_new_job_goes_when_groups_cost_the_same():
+def test_group_jobs_breaks_ties_by_the_oldest_group():
     jobs = [make_job(name, 50.0, 50.0) for name in "abcd"] + [make_job("e", 1.0, 1.0, slo=60.0)]
-    assert names(multiplex(jobs, POOLS)) == ["ab", "cd", "e"]
+    assert names(group_jobs(jobs, POOLS)) == ["ab", "cd", "e"]
     jobs[-1] = dataclasses.replace(jobs[-1], slo=1.0)
     roomy = [dataclasses.replace(job, slo=1.1) for job in jobs[:-1]]
-    assert names(multiplex([*roomy, make_job("e", 1.0, 1.0, slo=60.0)], POOLS)) == ["abe", "cd"]
-    assert names(multiplex([*roomy, jobs[-1]], POOLS)) == ["ab", "cd", "e"]
+    assert names(group_jobs([*roomy, make_job("e", 1.0, 1.0, slo=60.0)], POOLS)) == ["abe", "cd"]
+    assert names(group_jobs([*roomy, jobs[-1]], POOLS)) == ["ab", "cd", "e"]
 
 
-def test_colocation_by_hand():
+def test_outcome_colocated_by_hand():
     job = make_job(rollout=60.0, training=40.0, rollout_nodes=2, slo=1.6, tail_share=0.5)
     # On n training nodes a step takes 60 (0.5 + 0.5 * 2 / n) / 0.75 + 40 = 160, 120, ... s; 160 s are allowed.
     (price_, work, kept) = outcome_colocated([job], POOLS, rollout_speed=0.75)
@@ -167,16 +166,16 @@ def test_colocation_by_hand():
     assert outcome_colocated([hopeless], POOLS, rollout_speed=0.5)[::2] == (3.0, 0)
 
 
-def test_any_number_of_nodes_may_be_allowed():
+def test_pools_may_allow_any_number_of_nodes():
     pools = Pools(
         **{kind: dataclasses.replace(POOL, max_nodes=2**31 - 1) for kind in ("rollout", "training")}
     )
     jobs = [make_job("a", tail_share=0.9), make_job("b", slo=1.01)]
-    assert names(multiplex(jobs, pools)) == ["a", "b"], "no number of rollout nodes keeps both objectives"
+    assert names(group_jobs(jobs, pools)) == ["a", "b"], "no number of rollout nodes keeps both objectives"
     assert outcome_colocated(jobs, pools, rollout_speed=0.1).within_slo == 0
 
 
-def test_drawn_jobs_are_those_of_their_seed():
+def test_draw_jobs_depends_on_the_seed_alone():
     assert draw_jobs(5, seed=1) == draw_jobs(5, seed=1) != draw_jobs(5, seed=2)
     assert draw_jobs(3, seed=1) == draw_jobs(5, seed=1)[:3]
 
@@ -205,13 +204,13 @@ BAD_INPUT = {
         lambda: make_job(training_bytes=-1),
         "job a: training_bytes=-1 must be an integer of at least 0",
     ),
-    "no jobs": (lambda: multiplex([], POOLS), "jobs must have at least one job"),
+    "no jobs": (lambda: group_jobs([], POOLS), "jobs must have at least one job"),
     "twins": (
-        lambda: multiplex([make_job(), make_job()], POOLS),
+        lambda: group_jobs([make_job(), make_job()], POOLS),
         "jobs: 2 jobs have the name 'a'; names must be unique",
     ),
     "too large": (
-        lambda: multiplex([make_job(training_nodes=5)], POOLS),
+        lambda: group_jobs([make_job(training_nodes=5)], POOLS),
         "job a: training_nodes=5 exceeds the 4 nodes that a group may use",
     ),
     "too heavy": (
@@ -231,7 +230,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("fault", BAD_INPUT)
-def test_bad_input(fault):
+def test_groups_report_bad_input(fault):
     run, message = BAD_INPUT[fault]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         run()

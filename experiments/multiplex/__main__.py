@@ -1,10 +1,11 @@
-"""``relibra multiplex``: which jobs should share pools, what that saves, and how far it is from the optimum.
+"""``python -m experiments.multiplex [PATH ...]``: which jobs should share pools, and what that saves.
 
 The method follows RollMux (arXiv 2512.11306). Everything is computed from durations of steps; nothing runs on a
 cluster.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,13 +14,13 @@ import tyro
 from rich.console import Console
 
 from experiments.multiplex.comparison import GROUPS, OPTIMUM, compare_ways, summary
-from experiments.multiplex.drawn import draw_jobs
 from experiments.multiplex.figure import draw_group
 from experiments.multiplex.groups import Group
-from experiments.multiplex.job_files import read_jobs
+from experiments.multiplex.job_sources import draw_jobs, read_jobs
 from experiments.multiplex.jobs import Job, Pool, Pools, check_factor
 from experiments.multiplex.run_metrics import StepDurations, job_of_durations, read_durations
 from experiments.multiplex.tables import describe_run, explain_ways, groups_table, ways_table
+from experiments.program import run_program
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 
@@ -112,14 +113,13 @@ class Multiplex:
     """The folder that the figure and the numbers are written to."""
 
 
-def run_multiplex(options: Multiplex, console: Console) -> None:
+def main(options: Multiplex) -> None:
     """Group jobs, compare the groups with other ways to run the jobs, and write the figure and the numbers.
 
     It prints one table of the groups and one of the ways to run the jobs.
 
     Args:
         options: the jobs, the pools, the settings of the simulation, and the folder to write to.
-        console: the console that the tables are printed on.
 
     Raises:
         ValueError: if there are no jobs, they do not fit the pools, a number is out of its range, or ``out`` is not a
@@ -128,7 +128,7 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
     existing = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out={options.out} must be a folder: {existing} is a file, not a folder")
-    pools = options.nodes.pools()
+    pools, console = options.nodes.pools(), Console()
     check_integer("steps", options.steps, least=1, most=MOST_STEPS)
     recorded = {str(path): read_durations(path) for path in options.paths if path.is_dir()}
     title, job_sets = _job_sets(options, recorded)
@@ -207,3 +207,7 @@ def _group_numbers(group: Group) -> dict[str, object]:
         "period": group.period,
         "slack": group.slack,
     }
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, Multiplex))

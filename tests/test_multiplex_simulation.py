@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs import POOLS, make_job, random_jobs
 
+from experiments.multiplex.grouping import group_jobs
 from experiments.multiplex.groups import Group, smallest_group
-from experiments.multiplex.multiplex import multiplex
 from experiments.multiplex.run_metrics import StepDurations
 from experiments.multiplex.simulation import (
     ROLLOUT,
@@ -36,7 +36,7 @@ def seconds_of_a_round(ends):
 
 @settings(max_examples=25)
 @given(DURATIONS)
-def test_round_robin_in_any_order_takes_the_period(durations):
+def test_simulate_takes_the_period_in_any_order(durations):
     jobs = [make_job(f"{n}", float(r), float(t)) for n, (r, t) in enumerate(durations)]
     assert Group(tuple(jobs), 1).period == formula(durations)
     for order in itertools.permutations(jobs[1:]):  # a cyclic order has no first job
@@ -57,19 +57,18 @@ def two_orders(durations, rollouts, trainings, rounds):
 
 @settings(max_examples=25)
 @given(DURATIONS)
-def test_no_cyclic_order_is_faster(durations):
+def test_period_is_not_beaten_by_any_cyclic_order(durations):
     jobs = range(len(durations))
-    for order in itertools.permutations(
-        jobs
-    ):  # the order of one pool; the other's may stay fixed, since jobs can be renamed
+    # The order of one pool; that of the other may stay fixed, since jobs can be renamed.
+    for order in itertools.permutations(jobs):
         ends = two_orders(durations, jobs, order, 250)
         assert seconds_of_a_round(ends) >= formula(durations) - 1e-9
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0, 1))
-def test_objectives_are_kept_whatever_is_shorter_than_planned(seed, count, spread):
-    for group in multiplex(random_jobs(np.random.default_rng(seed), count), POOLS):
+def test_steps_within_slo_if_no_duration_exceeds_the_conservative(seed, count, spread):
+    for group in group_jobs(random_jobs(np.random.default_rng(seed), count), POOLS):
         drawn = draw_durations(group, steps=12, spread=spread, seed=seed)
         timeline = simulate(np.minimum(drawn, conservative_durations(group, steps=12)))
         assert steps_within_slo(group, timeline).all()
@@ -78,7 +77,7 @@ def test_objectives_are_kept_whatever_is_shorter_than_planned(seed, count, sprea
             assert (ends <= (steps + 1) * allowed * (1 + 1e-12)).all()
 
 
-def test_objectives_are_missed_where_durations_exceed_the_conservative():
+def test_steps_within_slo_not_if_all_durations_exceed_the_conservative():
     group = smallest_group([make_job(slo=1.0)], POOLS)
     durations = conservative_durations(group, steps=50)
     assert steps_within_slo(group, simulate(durations)).all()
@@ -86,7 +85,7 @@ def test_objectives_are_missed_where_durations_exceed_the_conservative():
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 1.0])
-def test_one_drawn_duration_in_twenty_is_late(spread):
+def test_draw_durations_makes_one_in_twenty_late(spread):
     group = smallest_group([make_job("a", slo=9.0), make_job("b", 5.0, 700.0, slo=9.0)], POOLS)
     ratios = draw_durations(group, steps=5000, spread=spread, seed=0) / conservative_durations(
         group, steps=5000
@@ -95,7 +94,7 @@ def test_one_drawn_duration_in_twenty_is_late(spread):
     assert np.log(ratios).std() == pytest.approx(spread, rel=0.02)
 
 
-def test_late_steps_can_miss_an_objective():
+def test_steps_within_slo_not_always_if_steps_are_late():
     group = smallest_group([make_job(slo=1.0)], POOLS)
     kept = [
         steps_within_slo(group, simulate(draw_durations(group, steps=1, spread=1.0, seed=seed))).all()
@@ -104,7 +103,7 @@ def test_late_steps_can_miss_an_objective():
     assert 150 < sum(kept) < 200
 
 
-def test_recorded_steps_are_resampled():
+def test_resample_durations_draws_recorded_steps():
     jobs = [make_job("run", 60.0, 40.0, tail_share=0.5, slo=9.0), make_job("drawn", slo=9.0)]
     group, planned = Group(tuple(jobs), 2), np.full((300, 2, 2), 7.0)
     steps = StepDurations(rollout=np.array([60.0, 20.0]), training=np.array([30.0, 90.0]), seeds=1)
@@ -116,7 +115,7 @@ def test_recorded_steps_are_resampled():
     assert counts.min() > 100
 
 
-def test_phases_wait_for_their_pool_and_their_job():
+def test_simulate_lets_phases_wait_for_their_pool_and_their_job():
     rng = np.random.default_rng(3)
     durations = rng.random((20, 3, 2))
     start, end = simulate(durations)
@@ -142,7 +141,7 @@ def test_phases_wait_for_their_pool_and_their_job():
         (1, 0.5, -1): "seed=-1 must be an integer of at least 0",
     }.items(),
 )
-def test_bad_input(numbers, message):
+def test_draw_durations_reports_bad_input(numbers, message):
     steps, spread, seed = numbers
     with pytest.raises(ValueError, match=message):
         draw_durations(Group((make_job(),), 1), steps=steps, spread=spread, seed=seed)
