@@ -23,7 +23,7 @@ from experiments.rl.algorithms import ALGORITHMS, Critic
 from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
-from experiments.rl.saved_config import saved_config
+from experiments.rl.run_folder import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES

@@ -56,7 +56,7 @@ def main(config: BenchSampler) -> None:
         parallel=ExpertParallel(mesh=mesh, topology=topology),
     )
     runs = {room: functools.partial(run, max_new_tokens=room) for room in config.response_tokens}
-    sampled = {room: int(np.asarray(call().response).sum()) for room, call in runs.items()}
+    sampled = {room: int(np.asarray(call().response_mask).sum()) for room, call in runs.items()}
     table = Table(
         title=f"tiny: {config.samples} samples, prompts of {config.prompt_tokens}, 2 x 4 host devices,"
         f" {platform.machine()}, jax {jax.__version__}; medians of {config.repeats} runs",

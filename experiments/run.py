@@ -8,7 +8,10 @@ without training, use ``relibra compare``.
 import argparse
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import tyro
 from rich import box
@@ -16,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.rl.configs import Train
-from experiments.rl.named_runs import CONFIGS, SUMMARIES
-from experiments.rl.saved_config import saved_config
+from experiments.rl.run_folder import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
@@ -25,7 +27,18 @@ from relibra_jax.support.suggestions import suggest_names
 
 console = Console()
 
-PROGRAM = "python -m experiments.run"
+PROGRAM: Final = "python -m experiments.run"
+CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
+    {"demo": Train(), "learn": Train(seeds=(0, 1, 2), steps=80)}
+)
+"""The settings of each named run."""
+SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "demo": "RL quickstart: 2 x 4 host devices, a tiny model, under five minutes",
+        "learn": "the same with 80 learning steps on three seeds, about fifteen minutes",
+    }
+)
+"""A description of each named run, in one line."""
 
 
 def list_runs() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import algorithms
 from experiments.algorithms import COMPARED, Algorithms, algorithm_config, main, reward_over_tokens, summarise
-from experiments.rl.train import UNSAVED_SETTINGS
+from experiments.rl.run_folder import UNSAVED_SETTINGS
 
 EVALUATIONS = [0.25, 0.5, 0.75]
 LEARNED = [
@@ -33,11 +33,11 @@ LINES = [
 ]
 
 
-def test_rewards_have_the_tokens_run_before_them():
+def test_reward_over_tokens_counts_the_tokens_run_before_each_evaluation():
     assert reward_over_tokens(LINES) == ([0, 1000, 4000], EVALUATIONS)
 
 
-def test_a_run_is_summarised():
+def test_summarise_totals_and_averages_the_learning_steps():
     summary_of_run = summarise(LINES)
     assert (summary_of_run["reward_start"], summary_of_run["reward_end"]) == (0.25, 0.75)
     assert (
@@ -51,14 +51,14 @@ def test_a_run_is_summarised():
     assert summary_of_run["imbalance_worst_step"] == 1.2
 
 
-def test_all_algorithms_have_the_same_settings():
+def test_algorithm_configs_differ_only_in_the_algorithm():
     configs = [algorithm_config(algorithm, Algorithms(steps=3)) for algorithm in COMPARED]
     same = {"algorithm": "grpo", "window": None, "critic": configs[0].critic, "out": configs[0].out}
     assert [config.algorithm for config in configs] == list(COMPARED)
     assert all(dataclasses.replace(config, **same) == configs[0] for config in configs)
 
 
-def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
+def test_main_neither_repeats_nor_mixes_runs(tmp_path, monkeypatch):
     started_runs = []
 
     def run_train(config, console, *, name):

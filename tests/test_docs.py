@@ -22,8 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.rl.named_runs import CONFIGS
-from experiments.run import parse_run
+from experiments.run import CONFIGS, parse_run
 from relibra_jax.cli.commands import COMMANDS
 from relibra_jax.cli.main import main
 from relibra_jax.contract import types

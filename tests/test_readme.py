@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.bench_two_processes.runs import Settings
 from experiments.count_buffers import Buffers
 from experiments.rl.configs import Train
-from experiments.rl.named_runs import CONFIGS
+from experiments.run import CONFIGS
 from relibra_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]

@@ -13,26 +13,28 @@ from experiments.rl.advantages import (
 
 SAMPLES, TOKENS, PER_PROMPT = 12, 9, 4
 RNG = np.random.default_rng(0)
-REWARD = RNG.random(SAMPLES).astype(np.float32)
+REWARDS = RNG.random(SAMPLES).astype(np.float32)
 SCORED = RNG.random(SAMPLES) < 0.8
 FINISHED = RNG.random(SAMPLES) < 0.5
-VALUE = RNG.normal(size=(SAMPLES, TOKENS)).astype(np.float32)
+VALUES = RNG.normal(size=(SAMPLES, TOKENS)).astype(np.float32)
 START, LENGTH = RNG.integers(1, 4, SAMPLES), RNG.integers(1, 7, SAMPLES)
 POSITION = np.arange(TOKENS)
-RESPONSE = (START[:, None] <= POSITION) & ((START + LENGTH)[:, None] > POSITION)
+RESPONSE_MASK = (START[:, None] <= POSITION) & ((START + LENGTH)[:, None] > POSITION)
 
 
-def test_advantages_are_relative_to_the_scored_responses_to_a_prompt():
-    actual = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
+def test_relative_advantages_compare_the_scored_responses_to_a_prompt():
+    actual = relative_advantages(REWARDS, SCORED, responses_per_prompt=PER_PROMPT)
     for first in range(0, SAMPLES, PER_PROMPT):
         responses = range(first, first + PER_PROMPT)
         used = [i for i in responses if SCORED[i]]
         for i in responses:
-            expected = (REWARD[i] - np.mean(REWARD[used])) / (np.std(REWARD[used]) + 1e-6) if i in used else 0
+            expected = (
+                (REWARDS[i] - np.mean(REWARDS[used])) / (np.std(REWARDS[used]) + 1e-6) if i in used else 0
+            )
             assert actual[i] == pytest.approx(expected, abs=1e-5)
 
 
-def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
+def test_relative_advantages_are_0_for_equal_rewards_and_unscored_responses():
     reward = np.array([0.3] * 3 + [1.0, 2.0, 3.0], np.float32)
     scored = np.array([1, 1, 1, 0, 0, 0], bool)
     np.testing.assert_allclose(
@@ -40,7 +42,7 @@ def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
     )
 
 
-def test_generalized_advantages_written_out():
+def test_generalized_advantages_equal_a_hand_computed_example():
     """The example is a response of three tokens after one prompt token, with values 0.5, 0.25, 0.75 and reward 1.
 
     With gamma = 0.9 and lambda = 0.5:
@@ -62,14 +64,14 @@ def test_generalized_advantages_written_out():
 
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 @pytest.mark.parametrize("decay", [1.0, 0.8, 0.0])
-def test_generalized_advantages_of_many_responses(discount, decay):
+def test_generalized_advantages_equal_a_loop_in_numpy(discount, decay):
     options = {"discount": discount, "decay": decay}
-    actual = np.asarray(generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options))
-    assert not actual[~RESPONSE].any()
+    actual = np.asarray(generalized_advantages(VALUES, REWARDS, RESPONSE_MASK, FINISHED, **options))
+    assert not actual[~RESPONSE_MASK].any()
     for i in range(SAMPLES):
-        value, length = VALUE[i, START[i] : START[i] + LENGTH[i]], LENGTH[i]
+        value, length = VALUES[i, START[i] : START[i] + LENGTH[i]], LENGTH[i]
         if FINISHED[i]:
-            values, rewards = [*value, 0.0], [0.0] * (length - 1) + [REWARD[i]]
+            values, rewards = [*value, 0.0], [0.0] * (length - 1) + [REWARDS[i]]
         else:
             values, rewards = [*value, value[-1]], [0.0] * length
         deltas = [rewards[t] + discount * values[t + 1] - values[t] for t in range(length)]
@@ -78,38 +80,38 @@ def test_generalized_advantages_of_many_responses(discount, decay):
             assert actual[i, START[i] + t] == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_stands_outside_of_responses_is_not_read():
-    strange = np.where(RESPONSE, VALUE, 1e30).astype(np.float32)
-    rewards = np.where(FINISHED, REWARD, 1e30).astype(np.float32)
+def test_generalized_advantages_ignore_values_outside_responses():
+    strange = np.where(RESPONSE_MASK, VALUES, 1e30).astype(np.float32)
+    rewards = np.where(FINISHED, REWARDS, 1e30).astype(np.float32)
     options = {"discount": 0.9, "decay": 0.8}
-    actual = generalized_advantages(strange, rewards, RESPONSE, FINISHED, **options)
-    expected = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options)
+    actual = generalized_advantages(strange, rewards, RESPONSE_MASK, FINISHED, **options)
+    expected = generalized_advantages(VALUES, REWARDS, RESPONSE_MASK, FINISHED, **options)
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_whole_response_is_worth_its_return_less_its_value():
+def test_generalized_advantages_with_decay_1_are_returns_minus_values():
     """With lambda = 1 the deltas telescope."""
     everything = np.ones(SAMPLES, bool)
-    actual = generalized_advantages(VALUE, REWARD, RESPONSE, everything, discount=0.9, decay=1.0)
-    returns = discounted_returns(REWARD, RESPONSE, discount=0.9)
-    np.testing.assert_allclose(actual, np.where(RESPONSE, returns - VALUE, 0), atol=1e-5)
+    actual = generalized_advantages(VALUES, REWARDS, RESPONSE_MASK, everything, discount=0.9, decay=1.0)
+    returns = discounted_returns(REWARDS, RESPONSE_MASK, discount=0.9)
+    np.testing.assert_allclose(actual, np.where(RESPONSE_MASK, returns - VALUES, 0), atol=1e-5)
     for i in range(SAMPLES):
         powers = 0.9 ** np.arange(LENGTH[i])[::-1]
-        np.testing.assert_allclose(returns[i][RESPONSE[i]], powers * REWARD[i], rtol=1e-5)
+        np.testing.assert_allclose(returns[i][RESPONSE_MASK[i]], powers * REWARDS[i], rtol=1e-5)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1():
-    actual = np.asarray(whiten(VALUE, RESPONSE))
-    assert not actual[~RESPONSE].any()
-    assert actual[RESPONSE].mean() == pytest.approx(0, abs=1e-6)
-    assert actual[RESPONSE].std() == pytest.approx(1, abs=1e-4)
-    order = np.argsort(VALUE[RESPONSE])
-    assert (np.diff(actual[RESPONSE][order]) >= 0).all()
-    assert not np.asarray(whiten(VALUE, np.zeros_like(RESPONSE))).any()
+def test_whiten_gives_mean_0_and_deviation_1():
+    actual = np.asarray(whiten(VALUES, RESPONSE_MASK))
+    assert not actual[~RESPONSE_MASK].any()
+    assert actual[RESPONSE_MASK].mean() == pytest.approx(0, abs=1e-6)
+    assert actual[RESPONSE_MASK].std() == pytest.approx(1, abs=1e-4)
+    order = np.argsort(VALUES[RESPONSE_MASK])
+    assert (np.diff(actual[RESPONSE_MASK][order]) >= 0).all()
+    assert not np.asarray(whiten(VALUES, np.zeros_like(RESPONSE_MASK))).any()
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9])
-def test_generalized_advantages_are_tunixs(discount):
+def test_generalized_advantages_equal_those_of_tunix(discount):
     """Tunix has no unfinished responses. A further token with the last value as its value and reward is equivalent.
 
     Tunix whitens its advantages. Its returns are advantages plus values that are not whitened, so they are compared.
@@ -119,13 +121,13 @@ def test_generalized_advantages_are_tunixs(discount):
 
     last = START + LENGTH - 1
     rows = np.arange(SAMPLES)
-    value, mask = (np.pad(array, [(0, 0), (0, 1)]) for array in (VALUE, RESPONSE.astype(np.int32)))
+    value, mask = (np.pad(array, [(0, 0), (0, 1)]) for array in (VALUES, RESPONSE_MASK.astype(np.int32)))
     reward = np.zeros_like(value)
-    reward[rows, last] = np.where(FINISHED, REWARD, 0)
+    reward[rows, last] = np.where(FINISHED, REWARDS, 0)
     cut = rows[~FINISHED]
     value[cut, last[cut] + 1] = reward[cut, last[cut] + 1] = value[cut, last[cut]]
     mask[cut, last[cut] + 1] = 1
     with jax.numpy_rank_promotion("allow"):
         _, returns = compute_gae_advantages(reward, value, mask, discount, 0.8)
-    actual = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, discount=discount, decay=0.8)
-    np.testing.assert_allclose(actual[RESPONSE], (returns[:, :-1] - VALUE)[RESPONSE], atol=1e-5)
+    actual = generalized_advantages(VALUES, REWARDS, RESPONSE_MASK, FINISHED, discount=discount, decay=0.8)
+    np.testing.assert_allclose(actual[RESPONSE_MASK], (returns[:, :-1] - VALUES)[RESPONSE_MASK], atol=1e-5)

@@ -8,14 +8,15 @@ import pytest
 from support.runs import SMALL
 
 from experiments.rl.advantages import relative_advantages
-from experiments.rl.algorithms import ALGORITHMS, Critic, Sampled
+from experiments.rl.algorithms import ALGORITHMS, Critic, RolloutBatch
 from experiments.rl.configs import Train
 from experiments.rl.dapo import Dapo
 from experiments.rl.generation import Responses
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
-from experiments.rl.saved_config import saved_config
-from experiments.rl.stages import OldPolicy, teach
+from experiments.rl.run_folder import saved_config
+from experiments.rl.stages import RecomputeResult
+from experiments.rl.targets import compute_targets
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 SAMPLES, TOKENS, PER_PROMPT = 16, 10, 4
@@ -23,104 +24,105 @@ CRITIC = Critic(discount=0.95, decay=0.9)
 TPPO = {"algorithm": "tppo", "window": 14, "response_tokens": 42}
 
 
-def sampled(algorithm, seed=0):
+def random_batch(algorithm, seed=0):
     """Make a random batch for an algorithm: with values for a critic, and unfinished responses for windows."""
     rng, entry = np.random.default_rng(seed), ALGORITHMS[algorithm]
     start, length = rng.integers(1, 4, SAMPLES), rng.integers(2, 7, SAMPLES)
     position = np.arange(TOKENS)
-    response = (position >= start[:, None]) & (position < (start + length)[:, None])
-    finished, new = np.ones(SAMPLES, bool), response
+    response_mask = (position >= start[:, None]) & (position < (start + length)[:, None])
+    finished, new_mask = np.ones(SAMPLES, bool), response_mask
     if entry.windows:
         finished = rng.random(SAMPLES) < 0.5
-        new = response & (position >= (start + length // 2)[:, None])
-    value = rng.normal(size=response.shape).astype(np.float32) if entry.critic else None
+        new_mask = response_mask & (position >= (start + length // 2)[:, None])
+    values = rng.normal(size=response_mask.shape).astype(np.float32) if entry.critic else None
     usable = rng.random(SAMPLES) < 0.7
-    reward = np.where(finished, rng.random(SAMPLES), 0).astype(np.float32)
-    return Sampled(reward, usable, finished, response, new, value)
+    rewards = np.where(finished, rng.random(SAMPLES), 0).astype(np.float32)
+    return RolloutBatch(rewards, usable, finished, response_mask, new_mask, values)
 
 
-def lessons_of(algorithm, batch):
-    return ALGORITHMS[algorithm].teach(batch, PER_PROMPT, CRITIC)
+def targets_of(algorithm, batch):
+    return ALGORITHMS[algorithm].compute_targets(batch, CRITIC, responses_per_prompt=PER_PROMPT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_every_algorithm_teaches(algorithm, seed):
-    batch, critic = sampled(algorithm, seed), ALGORITHMS[algorithm].critic
-    lessons = lessons_of(algorithm, batch)
-    policy = np.asarray(lessons.policy_tokens)
+def test_targets_are_on_new_tokens_of_usable_samples(algorithm, seed):
+    batch, critic = random_batch(algorithm, seed), ALGORITHMS[algorithm].critic
+    targets = targets_of(algorithm, batch)
+    policy = np.asarray(targets.policy_mask)
     assert policy.any()
-    assert not (policy & ~batch.new).any(), "only new tokens have an advantage under the policy as it is"
+    assert not (policy & ~batch.new_mask).any(), "only new tokens have an advantage under the policy as it is"
     assert not policy[~batch.usable].any()
-    assert policy[batch.usable].sum() == batch.new[batch.usable].sum()
-    advantage = np.asarray(lessons.advantage)
-    assert np.isfinite(advantage).all()
-    assert not advantage[~policy].any()
-    assert np.ptp(advantage[policy]) > 0
-    assert (lessons.critic_tokens is not None) == (lessons.value_target is not None) == critic
+    assert policy[batch.usable].sum() == batch.new_mask[batch.usable].sum()
+    advantages = np.asarray(targets.advantages)
+    assert np.isfinite(advantages).all()
+    assert not advantages[~policy].any()
+    assert np.ptp(advantages[policy]) > 0
+    assert (targets.critic_mask is not None) == (targets.returns is not None) == critic
     if critic:
-        critic_tokens = np.asarray(lessons.critic_tokens)
-        assert critic_tokens.any()
-        assert not (critic_tokens & ~batch.response).any()
-        assert not critic_tokens[~batch.usable].any()
-        assert np.isfinite(lessons.value_target).all()
-    again = lessons_of(algorithm, batch)
-    for one, other in zip(lessons, again, strict=True):
+        critic_mask = np.asarray(targets.critic_mask)
+        assert critic_mask.any()
+        assert not (critic_mask & ~batch.response_mask).any()
+        assert not critic_mask[~batch.usable].any()
+        assert np.isfinite(targets.returns).all()
+    again = targets_of(algorithm, batch)
+    for one, other in zip(targets, again, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
-def test_tokens_of_a_response_have_its_advantage_over_the_others(algorithm):
-    batch = sampled(algorithm)
-    lessons = lessons_of(algorithm, batch)
-    expected = relative_advantages(batch.reward, batch.usable, responses_per_prompt=PER_PROMPT)
+def test_group_relative_advantages_are_equal_on_all_tokens_of_a_response(algorithm):
+    batch = random_batch(algorithm)
+    targets = targets_of(algorithm, batch)
+    expected = relative_advantages(batch.rewards, batch.usable, responses_per_prompt=PER_PROMPT)
     for sample in np.flatnonzero(batch.usable):
-        assert (lessons.advantage[sample][batch.response[sample]] == expected[sample]).all()
+        assert (targets.advantages[sample][batch.response_mask[sample]] == expected[sample]).all()
 
 
-def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_first_token_on():
-    batch = sampled("tppo")
-    lessons = lessons_of("tppo", batch)
-    critic_tokens = np.asarray(lessons.critic_tokens)
+def test_tppo_critic_learns_returns_of_finished_responses_from_their_first_token():
+    batch = random_batch("tppo")
+    targets = targets_of("tppo", batch)
+    critic_mask = np.asarray(targets.critic_mask)
     for sample in range(SAMPLES):
         if not (batch.usable & batch.finished)[sample]:
-            assert not critic_tokens[sample].any()
+            assert not critic_mask[sample].any()
             continue
-        np.testing.assert_array_equal(critic_tokens[sample], batch.response[sample])
-        worth = CRITIC.discount ** np.arange(critic_tokens[sample].sum())[::-1]
-        actual = lessons.value_target[sample][critic_tokens[sample]]
-        np.testing.assert_allclose(actual, worth * batch.reward[sample], rtol=1e-5)
+        np.testing.assert_array_equal(critic_mask[sample], batch.response_mask[sample])
+        worth = CRITIC.discount ** np.arange(critic_mask[sample].sum())[::-1]
+        actual = targets.returns[sample][critic_mask[sample]]
+        np.testing.assert_allclose(actual, worth * batch.rewards[sample], rtol=1e-5)
 
 
-def test_tppo_gives_the_advantages_of_ppo_where_nothing_is_cut_off():
-    batch = sampled("ppo")
-    one, other = lessons_of("ppo", batch), lessons_of("tppo", batch)
-    np.testing.assert_array_equal(one.policy_tokens, other.policy_tokens)
-    np.testing.assert_array_equal(one.advantage, other.advantage)
-    np.testing.assert_array_equal(one.critic_tokens, other.critic_tokens)
+def test_tppo_advantages_equal_those_of_ppo_if_no_response_is_cut_off():
+    batch = random_batch("ppo")
+    one, other = targets_of("ppo", batch), targets_of("tppo", batch)
+    np.testing.assert_array_equal(one.policy_mask, other.policy_mask)
+    np.testing.assert_array_equal(one.advantages, other.advantages)
+    np.testing.assert_array_equal(one.critic_mask, other.critic_mask)
 
 
-def test_a_sample_without_finite_values_is_masked_and_counted():
-    batch, config = sampled("tppo"), Train(**(SMALL | TPPO))
-    shape = batch.response.shape
-    value = batch.value.copy()
-    value[3, np.flatnonzero(batch.response[3])[0]] = np.nan
-    value[5, 0] = np.nan  # a prompt token, whose value is not read
+def test_compute_targets_masks_and_counts_samples_without_finite_values():
+    batch, config = random_batch("tppo"), Train(**(SMALL | TPPO))
+    shape = batch.response_mask.shape
+    values = batch.values.copy()
+    values[3, np.flatnonzero(batch.response_mask[3])[0]] = np.nan
+    values[5, 0] = np.nan  # a prompt token, whose value is not read
     nothing = np.zeros(shape, np.float32)
     ids = np.zeros((*shape, 1, 1), np.uint8)
     responses = Responses(
-        nothing.astype(np.int32), batch.response, batch.response, ids, nothing, batch.finished
+        nothing.astype(np.int32), batch.response_mask, batch.response_mask, ids, nothing, batch.finished
     )
     scored = batch.finished & batch.usable
-    rewards = Rewards(np.where(scored, batch.reward, 0).astype(np.float32), scored, [])
-    rollout = Rollout(responses, batch.new, batch.finished, lambda: rewards, None, 0, {})
-    taught = teach(config, rollout, rewards, OldPolicy(nothing, None, None, value))
-    assert taught.not_finite == 1
+    rewards = Rewards(np.where(scored, batch.rewards, 0).astype(np.float32), scored, [])
+    rollout = Rollout(responses, batch.new_mask, batch.finished, lambda: rewards, None, 0, {})
+    recomputed = RecomputeResult(nothing, None, old_values=values)
+    targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
+    assert not_finite == 1
     left_out = ~(scored | ~batch.finished)
     left_out[3] = True
-    np.testing.assert_array_equal(taught.lessons.policy_tokens, batch.new & ~left_out[:, None])
-    assert not taught.lessons.critic_tokens[left_out].any()
-    assert np.isfinite(taught.lessons.advantage).all()
+    np.testing.assert_array_equal(targets.policy_mask, batch.new_mask & ~left_out[:, None])
+    assert not targets.critic_mask[left_out].any()
+    assert np.isfinite(targets.advantages).all()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_a_sample_without_finite_values_is_masked_and_counted():
     ],
     ids=["tppo", "dapo", "evaluate_every"],
 )
-def test_settings_are_saved(changes, tmp_path):
+def test_saved_config_equals_the_settings(changes, tmp_path):
     config = Train(**(SMALL | changes))
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     assert saved_config(tmp_path) == config
@@ -164,12 +166,12 @@ def test_settings_are_saved(changes, tmp_path):
         ({"evaluate_every": 0}, "evaluate_every=0 must be an integer of at least 1"),
     ],
 )
-def test_settings_that_do_not_fit(changes, says):
+def test_train_rejects_settings_that_do_not_fit_the_algorithm(changes, says):
     with pytest.raises(ValueError, match=says):
         Train(**(SMALL | changes))
 
 
-def test_a_critic_needs_no_second_response_to_a_prompt():
+def test_train_accepts_one_response_to_a_prompt_with_a_critic():
     assert Train(**(SMALL | {"algorithm": "ppo", "responses_per_prompt": 1, "prompts": 32})).samples == 32
 
 
@@ -183,6 +185,6 @@ def test_a_critic_needs_no_second_response_to_a_prompt():
         ({"factor": -1.0}, "critic.factor=-1.0 must be at least 0"),
     ],
 )
-def test_numbers_of_the_critic_out_of_range(changes, says):
+def test_critic_rejects_numbers_out_of_range(changes, says):
     with pytest.raises(ValueError, match=says):
         Critic(**changes)

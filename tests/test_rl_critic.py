@@ -7,14 +7,15 @@ import pytest
 from flax import nnx
 from support.runs import SMALL
 
-from experiments.rl.agent import ValueHead, token_values
 from experiments.rl.algorithms import Critic
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
+from experiments.rl.policy import ValueHead, token_values
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
-from experiments.rl.stages import OldPolicy, start_critic
-from experiments.rl.step import Clip, CriticBatch, TrainingBatch, update
+from experiments.rl.stages import RecomputeResult
+from experiments.rl.step import Clip, CriticTargets, TrainingBatch, update
+from experiments.rl.targets import initialize_critic
 from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("smallest_policy")]
 SAMPLES, TOKENS, PROMPT = 8, 21, 4
 CRITIC = Critic(factor=0.3, rate=7.0, clip=100.0)
 MASK = np.ones((SAMPLES, TOKENS), bool)
-RESPONSE = MASK & (np.arange(TOKENS) >= PROMPT)
+RESPONSE_MASK = MASK & (np.arange(TOKENS) >= PROMPT)
 
 
 def make_trainer(**changes):
@@ -31,7 +32,7 @@ def make_trainer(**changes):
     return Trainer(Train(**(SMALL | options | changes), ranks=Ranks(nodes=1, ranks_per_node=1)), 0)
 
 
-def test_a_value_is_of_the_tokens_before():
+def test_token_values_belong_to_the_states_before_tokens():
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(2, 5, 3)).astype(np.float32)
     head = ValueHead(3)
@@ -50,17 +51,17 @@ def test_a_value_is_of_the_tokens_before():
 def learned(smallest_policy):
     """Train a new head with 60 updates on one batch, with advantages of 0 for the policy.
 
-    Returns the targets, the losses, and the state after the first update: head, first moments and gradient norm.
+    Returns the returns, the losses, and the state after the first update: head, first moments and gradient norm.
     """
     trainer, rng = make_trainer(), np.random.default_rng(1)
     tokens = rng.integers(97, 101, (SAMPLES, TOKENS)).astype(np.int32)
-    target = np.zeros((SAMPLES, TOKENS), np.float32)
-    target[:, 1:] = tokens[:, :-1] % 2 + rng.normal(0, 0.05, (SAMPLES, TOKENS - 1))
-    weight = (RESPONSE / RESPONSE.sum()).astype(np.float32)
-    nothing = np.zeros_like(weight)
+    returns = np.zeros((SAMPLES, TOKENS), np.float32)
+    returns[:, 1:] = tokens[:, :-1] % 2 + rng.normal(0, 0.05, (SAMPLES, TOKENS - 1))
+    weights = (RESPONSE_MASK / RESPONSE_MASK.sum()).astype(np.float32)
+    nothing = np.zeros_like(weights)
     batch = trainer.prepare_live()
     samples = batch.to_ranks(
-        TrainingBatch(tokens, MASK, None, weight, nothing, nothing, CriticBatch(weight, target, nothing))
+        TrainingBatch(tokens, MASK, None, weights, nothing, nothing, CriticTargets(weights, returns, nothing))
     )
     state = trainer.state
     load = jnp.zeros((trainer.config.model_config.moe_layers, 16), jnp.int32)
@@ -72,19 +73,19 @@ def learned(smallest_policy):
             moments = nnx.as_pure(state.optimizer.opt_state)[1][0].mu["critic"]
             head = nnx.as_pure(nnx.state(state.agent.critic))
             first = jax.device_get((head, moments, ran.gradient_norm))
-    return target[RESPONSE], losses, first
+    return returns[RESPONSE_MASK], losses, first
 
 
-def test_the_first_loss_is_that_of_values_of_0(learned):
-    target, losses, _ = learned
-    assert losses[0] == pytest.approx(0.5 * np.square(target).mean(), rel=1e-5)
+def test_critic_loss_of_a_new_head_is_that_of_values_of_0(learned):
+    returns, losses, _ = learned
+    assert losses[0] == pytest.approx(0.5 * np.square(returns).mean(), rel=1e-5)
 
 
-def test_the_gradient_has_the_factor_and_the_step_the_rate(learned):
-    target, _, (head, moments, norm) = learned
+def test_critic_factor_scales_the_gradient_and_critic_rate_the_step(learned):
+    returns, _, (head, moments, norm) = learned
     # Adam's first moments are a tenth of the gradient, whose norm is clipped to 1.
     cut = min(1, 1 / norm)
-    assert moments["bias"] == pytest.approx(-0.1 * cut * CRITIC.factor * target.mean(), rel=1e-4)
+    assert moments["bias"] == pytest.approx(-0.1 * cut * CRITIC.factor * returns.mean(), rel=1e-4)
     assert np.linalg.norm([*moments["weight"], moments["bias"]]) == pytest.approx(0.1 * cut * norm, rel=1e-4)
     # Adam's first step is the learning rate.
     step = SMALL["learning_rate"] * CRITIC.rate
@@ -92,42 +93,42 @@ def test_the_gradient_has_the_factor_and_the_step_the_rate(learned):
     np.testing.assert_allclose(np.abs(head["weight"]), step, rtol=1e-2)
 
 
-def test_the_critic_learns(learned):
-    target, losses, _ = learned
+def test_critic_loss_falls_below_half_of_the_variance(learned):
+    returns, losses, _ = learned
     # The loss is half the mean squared error, so more than half of the variance is explained.
-    assert losses[-1] < 0.5 * 0.5 * target.var()
+    assert losses[-1] < 0.5 * 0.5 * returns.var()
 
 
 def values_and_bias(trainer, value, finished=(True, True, False, True)):
-    """Call `start_critic` after a recompute with ``value`` everywhere; return the new values and the head's bias."""
-    response = RESPONSE[:4]
-    tokens = np.zeros(response.shape, np.int32)
-    responses = Responses(tokens, MASK[:4], response, tokens[..., None, None], tokens * 1.0, np.ones(4, bool))
+    """Call `initialize_critic` after a recompute with ``value`` everywhere; return the values and the head's bias."""
+    response_mask = RESPONSE_MASK[:4]
+    tokens = np.zeros(response_mask.shape, np.int32)
+    ids, log_probs = tokens[..., None, None], tokens * 1.0
+    responses = Responses(tokens, MASK[:4], response_mask, ids, log_probs, np.ones(4, bool))
     scored = np.array(finished)
     rewards = Rewards(np.array([1, 0.5, 0, 0], np.float32), scored, [])
-    rollout = Rollout(responses, response, scored, lambda: rewards, None, 0, {})
-    old = OldPolicy(
-        np.zeros(response.shape, np.float32), None, value=np.full(response.shape, value, np.float32)
-    )
-    actual = start_critic(trainer.state, trainer.config, rollout, rewards, old)
-    return actual.value, float(trainer.state.agent.critic.bias[...])
+    rollout = Rollout(responses, response_mask, scored, lambda: rewards, None, 0, {})
+    values = np.full(response_mask.shape, value, np.float32)
+    recomputed = RecomputeResult(np.zeros_like(values), None, old_values=values)
+    actual = initialize_critic(trainer.state, trainer.config, rollout, rewards, recomputed)
+    return actual.old_values, float(trainer.state.agent.critic.bias[...])
 
 
-def test_a_new_critic_begins_at_the_mean_return():
+def test_initialize_critic_sets_the_bias_of_a_new_head_to_the_mean_return():
     trainer = make_trainer()
-    value, bias = values_and_bias(trainer, 0.0, finished=(False,) * 4)
-    assert not value.any(), "no response has finished"
+    values, bias = values_and_bias(trainer, 0.0, finished=(False,) * 4)
+    assert not values.any(), "no response has finished"
     assert bias == 0
-    value, bias = values_and_bias(trainer, 0.0)
+    values, bias = values_and_bias(trainer, 0.0)
     assert bias == 0.5, "of three responses"
-    assert (value == bias).all(), "the first losses and advantages are of that head"
+    assert (values == bias).all(), "the first losses and advantages are of that head"
     # Only a new critic is set.
-    value, bias = values_and_bias(trainer, 0.25, finished=(True, True, False, False))
-    assert (value == 0.25).all()
+    values, bias = values_and_bias(trainer, 0.25, finished=(True, True, False, False))
+    assert (values == 0.25).all()
     assert bias == 0.5
 
 
-def test_the_mean_return_is_discounted():
+def test_initialize_critic_discounts_the_mean_return():
     _, bias = values_and_bias(make_trainer(critic=Critic(discount=0.5)), 0.0)
-    worth = 0.5 ** np.arange(RESPONSE[0].sum())
+    worth = 0.5 ** np.arange(RESPONSE_MASK[0].sum())
     assert bias == pytest.approx(0.5 * worth.mean(), rel=1e-6)

@@ -8,7 +8,7 @@ from support.runs import HASTY, SMALL
 
 from experiments.rl.configs import Train
 from experiments.rl.dapo import Dapo, overlong_penalty
-from experiments.rl.stages import teach
+from experiments.rl.targets import compute_targets
 from experiments.rl.tasks import TASKS
 from experiments.rl.trainer import Trainer
 
@@ -32,11 +32,11 @@ def learn(monkeypatch):
     def step(**changes):
         seen = []
 
-        def recording(config, rollout, rewards, old):
+        def recording(config, rollout, rewards, recomputed):
             seen.append((rollout.responses, rewards))
-            return teach(config, rollout, rewards, old)
+            return compute_targets(config, rollout, rewards, recomputed)
 
-        monkeypatch.setattr("experiments.rl.trainer.teach", recording)
+        monkeypatch.setattr("experiments.rl.trainer.compute_targets", recording)
         task = dataclasses.replace(TASKS["copy"], score=score)
         trainer = Trainer(Train(**(OPTIONS | changes)), 0, task=task, tokenizer=HASTY)
         metrics = trainer.learn()
@@ -52,31 +52,31 @@ def is_equal(example):
 
 
 @pytest.mark.slow
-def test_prompts_with_equal_rewards_are_replaced_by_later_ones(learn):
+def test_dynamic_sampling_replaces_prompts_with_equal_rewards(learn):
     drawn, responses, rewards, metrics = learn()
-    teaching = np.array([[not is_equal(example) for example in rollout] for rollout in drawn])
-    needed = int(np.argmax(np.cumsum(teaching.sum(1)) >= 8)) + 1
+    differ = np.array([[not is_equal(example) for example in rollout] for rollout in drawn])
+    needed = int(np.argmax(np.cumsum(differ.sum(1)) >= 8)) + 1
     assert 1 < needed < 4, "or the first rollout would do, or none"
     expected = [example for rollout in drawn for example in rollout if not is_equal(example)][:8]
     assert responses.tokens.shape[0] == 32
     for sample, example in enumerate(example for example in expected for _ in range(4)):
         prompt = HASTY.encode_prompt(example.prompt)
         assert responses.tokens[sample, : len(prompt)].tolist() == prompt
-        sampled = responses.tokens[sample][responses.response[sample]].tolist()
+        sampled = responses.tokens[sample][responses.response_mask[sample]].tolist()
         penalty = overlong_penalty(np.array([len(sampled)]), 7, Dapo())[0]
         assert rewards.reward[sample] == pytest.approx(
             score(HASTY.decode(sampled), example) - penalty, abs=1e-6
         )
     assert metrics["reward/equal_prompts"] == 0
-    assert metrics["reward/replaced_prompts"] == (~teaching[:needed]).sum()
-    assert (~teaching[:needed]).sum() != 8 * (needed - 1), "of the last rollout, some are not needed"
+    assert metrics["reward/replaced_prompts"] == (~differ[:needed]).sum()
+    assert (~differ[:needed]).sum() != 8 * (needed - 1), "of the last rollout, some are not needed"
     assert metrics["batch/tokens_run"] > 2 * metrics["batch/tokens"] + responses.mask.sum()
     # The mean is over all sampled responses, without penalties.
     assert metrics["reward/mean"] > rewards.reward.mean()
 
 
 @pytest.mark.slow
-def test_prompts_are_replaced_only_so_often(learn):
+def test_dynamic_sampling_stops_after_more_rollouts(learn):
     drawn, responses, _, metrics = learn(dapo=Dapo(more_rollouts=0))
     assert metrics["reward/replaced_prompts"] == 0
     assert metrics["reward/equal_prompts"] == sum(map(is_equal, drawn[0])) > 0
@@ -87,7 +87,7 @@ def test_prompts_are_replaced_only_so_often(learn):
         assert responses.tokens[4 * number, : len(prompt)].tolist() == prompt
 
 
-def test_the_penalty_grows_over_the_end_of_the_room():
+def test_overlong_penalty_grows_linearly_over_the_last_tokens():
     lengths = np.array([1, 16, 18, 20])
     dapo = Dapo(overlong_share=0.25, overlong_penalty=0.5)
     np.testing.assert_allclose(overlong_penalty(lengths, 20, dapo), [0, 0.1, 0.3, 0.5], rtol=1e-6)
@@ -101,6 +101,6 @@ def test_the_penalty_grows_over_the_end_of_the_room():
         ({"overlong_penalty": -1.0}, "dapo.overlong_penalty=-1.0 must be at least 0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(changes, says):
+def test_dapo_rejects_numbers_out_of_range(changes, says):
     with pytest.raises(ValueError, match=says):
         Dapo(**changes)

@@ -17,14 +17,14 @@ OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
         ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
     ],
 )
-def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, before, after):
+def test_compile_quickly_keeps_the_options_of_the_caller(monkeypatch, before, after):
     monkeypatch.setenv("XLA_FLAGS", before)
     for _ in range(2):
         compile_quickly()
         assert os.environ["XLA_FLAGS"] == after
 
 
-def test_every_host_device_has_two_threads(monkeypatch):
+def test_host_devices_have_two_threads_each(monkeypatch):
     """The caller's own NPROC stays."""
     monkeypatch.delenv("NPROC")
     host_devices(8)

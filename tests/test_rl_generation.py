@@ -59,11 +59,11 @@ def full_forward():
 
 
 @pytest.mark.slow
-def test_sequences_are_prompts_and_what_follows():
+def test_generate_returns_prompts_followed_by_responses():
     actual = drawn()
     total, behind = actual.mask.sum(-1), np.arange(LONGEST + ROOM) >= LENGTHS[..., None]
     np.testing.assert_array_equal(actual.mask, np.arange(LONGEST + ROOM) < total[..., None])
-    np.testing.assert_array_equal(actual.response, actual.mask & behind)
+    np.testing.assert_array_equal(actual.response_mask, actual.mask & behind)
     assert (actual.tokens[~actual.mask] == PAD).all()
     for place in np.ndindex(LENGTHS.shape):
         tokens, prompt = actual.tokens[place][: total[place]].tolist(), LENGTHS[place]
@@ -77,17 +77,17 @@ def test_sequences_are_prompts_and_what_follows():
             assert not tokens
             assert not actual.ended[place]
     # Some samples end early, and some do not.
-    assert len(set(actual.response.sum(-1).ravel().tolist())) > 3
+    assert len(set(actual.response_mask.sum(-1).ravel().tolist())) > 3
     assert 0 < actual.ended.sum() < actual.ended.size - 1
 
 
 @pytest.mark.slow
-def test_log_probs_and_routes_are_those_of_the_whole_sequence():
+def test_generate_log_probs_and_routes_equal_those_of_one_forward_pass():
     actual, output = drawn(), full_forward()(drawn())
     log_probs = token_log_probs(output.logits, np.minimum(actual.tokens, 6), temperature=1.5)
-    expected = np.where(actual.response, log_probs, 0)
+    expected = np.where(actual.response_mask, log_probs, 0)
     np.testing.assert_allclose(actual.log_probs, expected, atol=5e-6)
-    assert (actual.log_probs[actual.response] < 0).all()
+    assert (actual.log_probs[actual.response_mask] < 0).all()
     # All tokens have routes, including prompts and the last token of a response.
     np.testing.assert_array_equal(actual.expert_ids[actual.mask], output.expert_ids[actual.mask])
     assert not actual.expert_ids[~actual.mask].any()
@@ -98,7 +98,7 @@ def test_log_probs_and_routes_are_those_of_the_whole_sequence():
     check_replay(replay, num_experts=CONFIG.num_experts)
 
 
-def test_any_of_several_ends_ends_a_response():
+def test_generate_stops_at_any_of_several_ends():
     _, other = ends = (EOS, 5)
     actual, one = sample(temperature=1.5, top_p=0.9, ends=ends), drawn()
     last = actual.tokens[np.arange(SAMPLES), actual.mask.sum(-1) - 1]
@@ -106,12 +106,12 @@ def test_any_of_several_ends_ends_a_response():
     assert {EOS, other} <= set(last[actual.ended].tolist())
     # Nothing changes up to the first end token, and nothing follows it.
     np.testing.assert_array_equal(actual.tokens[actual.mask], one.tokens[actual.mask])
-    before_last = actual.response & (np.arange(LONGEST + ROOM) < actual.mask.sum(-1)[:, None] - 1)
+    before_last = actual.response_mask & (np.arange(LONGEST + ROOM) < actual.mask.sum(-1)[:, None] - 1)
     assert not np.isin(actual.tokens[before_last], ends).any()
 
 
 @pytest.mark.slow
-def test_other_ends_and_padding_run_the_same_program(caplog):
+def test_generate_does_not_recompile_for_other_ends_and_padding(caplog):
     options = {"temperature": 1.5, "top_p": 0.9}
     with jax.log_compiles(), caplog.at_level("WARNING"):
         first = sample(ends=(EOS, 5, 1), **options)
@@ -126,28 +126,28 @@ def test_other_ends_and_padding_run_the_same_program(caplog):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_tokens_that_are_not_allowed_are_never_sampled(temperature):
+def test_generate_never_samples_tokens_that_are_not_allowed(temperature):
     allowed = ~np.isin(np.arange(7), (1, 6))
     free = sample(temperature=temperature)
-    assert not allowed[free.tokens[free.response]].all()
+    assert not allowed[free.tokens[free.response_mask]].all()
     actual = sample(temperature=temperature, allowed=allowed)
-    assert allowed[actual.tokens[actual.response]].all()
+    assert allowed[actual.tokens[actual.response_mask]].all()
     # Log-probabilities are over all tokens, as training recomputes them.
     logits = full_forward()(actual).logits
     log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6), temperature=temperature or 1.0)
-    np.testing.assert_allclose(actual.log_probs, np.where(actual.response, log_probs, 0), atol=5e-6)
+    np.testing.assert_allclose(actual.log_probs, np.where(actual.response_mask, log_probs, 0), atol=5e-6)
 
 
-def test_greedy_at_temperature_0():
+def test_generate_is_greedy_at_temperature_0():
     actual = sample(temperature=0.0)
     logits = full_forward()(actual).logits
     best = np.roll(np.argmax(logits, -1), 1, axis=-1)
-    np.testing.assert_array_equal(actual.tokens[actual.response], best[actual.response])
+    np.testing.assert_array_equal(actual.tokens[actual.response_mask], best[actual.response_mask])
     log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6))
-    np.testing.assert_allclose(actual.log_probs, np.where(actual.response, log_probs, 0), atol=5e-6)
+    np.testing.assert_allclose(actual.log_probs, np.where(actual.response_mask, log_probs, 0), atol=5e-6)
 
 
-def test_samples_do_not_depend_on_their_places():
+def test_generate_does_not_depend_on_the_places_of_samples():
     order = np.random.default_rng(2).permutation(SAMPLES)
     moved = sample(PROMPTS[order], LENGTHS[order], KEYS[order], temperature=1.5, top_p=0.9)
     for name in ("tokens", "mask", "expert_ids", "ended"):
@@ -158,7 +158,7 @@ def test_samples_do_not_depend_on_their_places():
 
 
 @pytest.mark.slow
-def test_a_look_sees_what_has_ended_and_changes_nothing():
+def test_watch_gets_ended_responses_and_changes_none():
     looks = []
 
     def look(ended, so_far):
@@ -169,11 +169,11 @@ def test_a_look_sees_what_has_ended_and_changes_nothing():
     for name, value in drawn()._asdict().items():
         np.testing.assert_array_equal(getattr(actual, name), value)
     assert len(looks) == (ROOM - 1) // 2
-    sampled = actual.response.sum(1)
+    sampled = actual.response_mask.sum(1)
     for columns, (ended, seen) in zip(range(2, ROOM, 2), looks, strict=True):
         np.testing.assert_array_equal(ended, actual.ended & (sampled <= columns))
         np.testing.assert_array_equal(seen.ended, ended)
-        np.testing.assert_array_equal(seen.response.sum(1), np.minimum(sampled, columns))
+        np.testing.assert_array_equal(seen.response_mask.sum(1), np.minimum(sampled, columns))
         np.testing.assert_array_equal(seen.expert_ids, actual.expert_ids * seen.mask[..., None, None])
     seen = []
     actual = sample(
@@ -195,7 +195,7 @@ def many_draws():
 
 @pytest.mark.parametrize("allowed", [np.ones(5, bool), np.arange(5) != 1], ids=["all", "not the likeliest"])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75), (2.0, 0.4), (0, 1)])
-def test_draws_follow_temperature_top_p_and_what_is_allowed(temperature, top_p, allowed):
+def test_draw_follows_temperature_top_p_and_allowed(temperature, top_p, allowed):
     chance = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
     options = (*np.float32([temperature, top_p]), allowed)
     tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *options)
@@ -222,7 +222,7 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
+def test_generate_stays_on_the_mesh_and_rejects_bad_input(without_type_checks):
     def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **options):
         options = {"max_new_tokens": ROOM, "ends": [EOS], **options}
         return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **options)

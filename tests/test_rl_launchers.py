@@ -33,7 +33,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "node1:9000", "JAX_NUM_PROCESSES": "2", "J
         (KUBERNETES | {k: BY_HAND[k] for k in list(BY_HAND)[:2]}, Launch("node1:9000", 2, 1, False)),
     ],
 )
-def test_launchers_are_understood(variables, launch):
+def test_find_launch_reads_every_launcher(variables, launch):
     assert find_launch(variables) == launch
 
 
@@ -47,7 +47,7 @@ def test_launchers_are_understood(variables, launch):
         KUBERNETES,
     ],
 )
-def test_a_process_alone_stays_alone(variables):
+def test_find_launch_returns_none_for_a_process_alone(variables):
     assert find_launch(variables) is None
 
 
@@ -75,12 +75,12 @@ def test_a_process_alone_stays_alone(variables):
         (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "node1"}, "JAX_COORDINATOR_ADDRESS=node1 must be HOST:PORT"),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_numbers(variables, message):
+def test_find_launch_names_contradictory_variables(variables, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         find_launch(variables)
 
 
-def test_the_command_refuses_before_it_connects(monkeypatch, capsys, tmp_path):
+def test_main_rejects_bad_variables_before_it_connects(monkeypatch, capsys, tmp_path):
     for name, value in (SLURM | {"SLURM_PROCID": "2"}).items():
         monkeypatch.setenv(name, value)
     assert main(["demo", "--out", str(tmp_path / "run")]) == 2

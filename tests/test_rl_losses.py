@@ -10,17 +10,17 @@ from experiments.rl.losses import policy_loss, supervised_loss, token_weights, v
 
 SAMPLES, TOKENS = 12, 7
 RNG = np.random.default_rng(0)
-ADVANTAGE = RNG.normal(size=(SAMPLES, TOKENS)).astype(np.float32)
+ADVANTAGES = RNG.normal(size=(SAMPLES, TOKENS)).astype(np.float32)
 SCORED = RNG.random(SAMPLES) < 0.8
-SAMPLED = RNG.random((SAMPLES, TOKENS)) < 0.6
-OLD = np.log(RNG.random((SAMPLES, TOKENS))).astype(np.float32)
-NEW = (OLD + RNG.normal(0, 0.4, OLD.shape)).astype(np.float32)
+RESPONSE_MASK = RNG.random((SAMPLES, TOKENS)) < 0.6
+OLD_LOG_PROBS = np.log(RNG.random((SAMPLES, TOKENS))).astype(np.float32)
+LOG_PROBS = (OLD_LOG_PROBS + RNG.normal(0, 0.4, OLD_LOG_PROBS.shape)).astype(np.float32)
 
 
 @pytest.mark.parametrize("token_level", [True, False])
-def test_weights_sum_to_one_over_what_is_scored(token_level):
-    actual = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
-    counted = SAMPLED & SCORED[:, None]
+def test_token_weights_add_up_to_1_over_the_mask(token_level):
+    actual = np.asarray(token_weights(RESPONSE_MASK & SCORED[:, None], token_level=token_level))
+    counted = RESPONSE_MASK & SCORED[:, None]
     assert actual.sum() == pytest.approx(1, abs=1e-6)
     assert ((actual > 0) == counted).all()
     answers = counted.any(1).sum()
@@ -31,20 +31,20 @@ def test_weights_sum_to_one_over_what_is_scored(token_level):
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28)], ids=["GRPO", "DAPO"])
 @pytest.mark.parametrize("token_level", [True, False])
-def test_policy_loss_and_its_gradient(clip, token_level):
+def test_policy_loss_and_its_gradient_equal_a_loop_in_numpy(clip, token_level):
     low, high = clip
-    weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
+    weight = np.asarray(token_weights(RESPONSE_MASK & SCORED[:, None], token_level=token_level))
 
     def loss(new):
-        share = policy_loss(new, OLD, ADVANTAGE, weight, clip_low=low, clip_high=high)
+        share = policy_loss(new, OLD_LOG_PROBS, ADVANTAGES, weight, clip_low=low, clip_high=high)
         return share.loss, share
 
-    (_, actual), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(NEW)
-    expected, clipped, kl, slopes = 0.0, 0.0, 0.0, np.zeros_like(NEW)
+    (_, actual), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(LOG_PROBS)
+    expected, clipped, kl, slopes = 0.0, 0.0, 0.0, np.zeros_like(LOG_PROBS)
     for i, t in zip(*np.nonzero(weight), strict=True):
-        ratio = np.exp(NEW[i, t] - OLD[i, t])
-        free = ratio * ADVANTAGE[i, t]
-        clipped_term = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGE[i, t]
+        ratio = np.exp(LOG_PROBS[i, t] - OLD_LOG_PROBS[i, t])
+        free = ratio * ADVANTAGES[i, t]
+        clipped_term = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGES[i, t]
         expected -= weight[i, t] * min(free, clipped_term)
         clipped += weight[i, t] * (clipped_term < free)
         kl += weight[i, t] * (ratio - 1 - np.log(ratio))
@@ -54,7 +54,7 @@ def test_policy_loss_and_its_gradient(clip, token_level):
     np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
 
 
-def test_clip_higher_lets_good_tokens_rise_further():
+def test_policy_loss_with_clip_higher_lets_ratios_rise_further():
     one = np.ones((1, 1), np.float32)
     shares = {
         high: policy_loss(0.25 * one, 0 * one, one, one, clip_low=0.2, clip_high=high)
@@ -64,11 +64,11 @@ def test_clip_higher_lets_good_tokens_rise_further():
     assert float(shares[0.28].loss) == pytest.approx(-1.28)
 
 
-def test_micro_batches_add_up_whatever_is_in_them():
-    weight = token_weights(SAMPLED & SCORED[:, None], token_level=False)
+def test_policy_loss_is_the_sum_over_any_micro_batches():
+    weight = token_weights(RESPONSE_MASK & SCORED[:, None], token_level=False)
 
     def share(samples):
-        parts = (NEW[samples], OLD[samples], ADVANTAGE[samples], weight[samples])
+        parts = (LOG_PROBS[samples], OLD_LOG_PROBS[samples], ADVANTAGES[samples], weight[samples])
         return np.array(policy_loss(*parts, clip_low=0.2, clip_high=0.28))
 
     whole = share(np.arange(SAMPLES))
@@ -76,7 +76,7 @@ def test_micro_batches_add_up_whatever_is_in_them():
     np.testing.assert_allclose(sum(share(part) for part in np.split(mixed, [5, 6])), whole, atol=1e-6)
 
 
-def test_what_has_no_weight_may_be_anything():
+def test_policy_loss_ignores_tokens_without_weight():
     weight = np.array([[0.0, 1.0]], np.float32)
     strange = np.array([[-1e30, -0.5]], np.float32)
     loss, slope = jax.value_and_grad(
@@ -89,26 +89,26 @@ def test_what_has_no_weight_may_be_anything():
 
 
 def test_supervised_loss_is_the_mean_over_weighted_tokens():
-    weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=True))
-    counted = SAMPLED & SCORED[:, None]
-    assert float(supervised_loss(NEW, weight)) == pytest.approx(-NEW[counted].mean(), rel=1e-5)
+    weight = np.asarray(token_weights(RESPONSE_MASK & SCORED[:, None], token_level=True))
+    counted = RESPONSE_MASK & SCORED[:, None]
+    assert float(supervised_loss(LOG_PROBS, weight)) == pytest.approx(-LOG_PROBS[counted].mean(), rel=1e-5)
 
 
-def test_no_tokens_have_no_weight():
-    assert not np.asarray(token_weights(np.zeros_like(SAMPLED), token_level=True)).any()
+def test_token_weights_of_an_empty_mask_are_0():
+    assert not np.asarray(token_weights(np.zeros_like(RESPONSE_MASK), token_level=True)).any()
 
 
-def test_value_loss_and_its_gradient():
+def test_value_loss_and_its_gradient_equal_a_loop_in_numpy():
     rng, clip = np.random.default_rng(3), 0.3
-    value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
-    weight = np.asarray(token_weights(SAMPLED, token_level=True))
+    value, old, target = (rng.normal(0, 0.5, RESPONSE_MASK.shape).astype(np.float32) for _ in range(3))
+    weight = np.asarray(token_weights(RESPONSE_MASK, token_level=True))
     # Values without a weight may be anything.
-    strange = [np.where(SAMPLED, each, np.nan).astype(np.float32) for each in (value, old, target)]
+    strange = [np.where(RESPONSE_MASK, each, np.nan).astype(np.float32) for each in (value, old, target)]
     actual, slope = jax.jit(
         jax.value_and_grad(lambda value: value_loss(value, *strange[1:], weight, clip=clip))
     )(strange[0])
     expected, slopes, clipped = 0.0, np.zeros_like(value), 0
-    for i, t in zip(*np.nonzero(SAMPLED), strict=True):
+    for i, t in zip(*np.nonzero(RESPONSE_MASK), strict=True):
         free = value[i, t] - target[i, t]
         clipped_error = old[i, t] + np.clip(value[i, t] - old[i, t], -clip, clip) - target[i, t]
         expected += 0.5 * weight[i, t] * max(free**2, clipped_error**2)
@@ -116,22 +116,22 @@ def test_value_loss_and_its_gradient():
         cut = clipped_error**2 > free**2
         clipped += cut
         slopes[i, t] = 0 if cut else weight[i, t] * free
-    assert 0 < clipped < SAMPLED.sum()
+    assert 0 < clipped < RESPONSE_MASK.sum()
     assert float(actual) == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
 
 
-def test_value_loss_is_tunixs(monkeypatch):
+def test_value_loss_equals_that_of_tunix(monkeypatch):
     pytest.importorskip("tunix", reason="the extra tunix is not installed")
     from tunix.rl import algo_core
 
     rng = np.random.default_rng(4)
-    value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
+    value, old, target = (rng.normal(0, 0.5, RESPONSE_MASK.shape).astype(np.float32) for _ in range(3))
     ahead = np.pad(value, [(0, 0), (0, 1)])  # Tunix expects one more value, which it ignores
     monkeypatch.setattr(algo_core.common, "compute_score", lambda *_, **__: jax.numpy.asarray(ahead))
     example = SimpleNamespace(
-        prompt_ids=None, completion_ids=value, completion_mask=SAMPLED, old_values=old, returns=target
+        prompt_ids=None, completion_ids=value, completion_mask=RESPONSE_MASK, old_values=old, returns=target
     )
     expected, _ = algo_core.ppo_value_loss_fn(None, example, 0.2, 0, 0)
-    actual = value_loss(value, old, target, token_weights(SAMPLED, token_level=True), clip=0.2)
+    actual = value_loss(value, old, target, token_weights(RESPONSE_MASK, token_level=True), clip=0.2)
     assert float(actual) == pytest.approx(float(expected), rel=1e-5)

@@ -18,10 +18,10 @@ from support.plans import load_of, random_ids, random_plan, random_routing
 from support.runs import SMALL
 
 from experiments.rl.balance import measure_copies
-from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
 from experiments.rl.metrics import ALGORITHM_METRICS, FAILURES, METRICS, metrics_table, names_of, scalars_of
 from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
+from experiments.rl.progress import tell_compilations
 from experiments.rl.rewards import score_responses
 from experiments.rl.step_clock import PLANNING, exposed_seconds
 from experiments.rl.tasks import TASKS
@@ -95,7 +95,7 @@ def ran(writers, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
+def test_run_writes_exactly_the_listed_metrics(ran):
     lines = read_metrics(ran[0] / "metrics.jsonl")
     assert [line["kind"] for line in lines] == ["warm-up", "evaluation", "learn", "evaluation"]
     for line in lines:
@@ -118,7 +118,7 @@ def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
 
 
 @pytest.mark.slow
-def test_a_writer_is_given_all_numbers_by_their_names(ran):
+def test_writer_gets_all_numbers_by_name(ran):
     folder, writer, *_ = ran
     lines = read_metrics(folder / "metrics.jsonl")
     assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
@@ -135,7 +135,7 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
 
 
 @pytest.mark.slow
-def test_the_modelled_time_of_the_first_batch_is_printed_and_logged(ran):
+def test_modelled_time_of_the_first_batch_is_printed_and_logged(ran):
     folder, *_, shown = ran
     [metrics] = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "learn"]
     plan, staying, balanced = (
@@ -148,7 +148,7 @@ def test_the_modelled_time_of_the_first_batch_is_printed_and_logged(ran):
 
 
 @pytest.mark.slow
-def test_a_profile_names_phases_and_layers(ran):
+def test_profile_names_phases_and_layers(ran):
     [trace] = (ran[0] / "profile-1").rglob("*.xplane.pb")
     actual = trace.read_bytes()
     for name in (*HOST, *SCOPES):
@@ -156,7 +156,7 @@ def test_a_profile_names_phases_and_layers(ran):
 
 
 @pytest.mark.slow
-def test_what_is_compiled_is_told_for_every_program(ran):
+def test_tell_compilations_names_every_program(ran):
     """The progress line shows these names, for example those of the planner and of generation."""
     programs = {
         "begin",
@@ -173,14 +173,14 @@ def test_what_is_compiled_is_told_for_every_program(ran):
 
 
 @pytest.mark.slow
-def test_the_last_profile_of_a_run_that_went_on_is_said_to_be_behind(ran, tmp_path):
+def test_resumed_run_notes_a_profile_step_in_the_past(ran, tmp_path):
     shown = tmp_path / "shown"
     with shown.open("w") as file:
         run_train(Train(**SHORT, profile=1, resume=ran[0].parent), Console(file=file, width=200))
     assert "note: seed 0 resumes at step 2, after profile=1: no profile is written" in shown.read_text()
 
 
-def test_the_page_has_the_list():
+def test_metrics_page_has_the_metrics_table():
     assert metrics_table() in PAGE
     for name in (*HOST, *SCOPES):
         assert f"`{name}`" in PAGE
@@ -205,18 +205,18 @@ def test_the_page_has_the_list():
         ("--profile=140",): "= 140",
     }.items(),
 )
-def test_what_cannot_be_watched_is_refused(writers, capsys, tmp_path, options, says):
+def test_main_rejects_bad_writers_and_profile_steps(writers, capsys, tmp_path, options, says):
     assert main(["demo", f"--out={tmp_path / 'out'}", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not list(tmp_path.rglob("config.json"))
 
 
-def test_a_writer_may_be_any_function_of_two(writers):
+def test_import_writer_accepts_any_function_of_two_arguments(writers):
     assert import_writer("builtins:divmod") is divmod
 
 
-def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
+def test_metrics_log_writes_the_same_names_to_tensorboard(tmp_path, monkeypatch):
     """The test uses a stand-in for tensorboardX, which may not be installed."""
     added = []
 
@@ -249,14 +249,14 @@ def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
         (1.0, 2.0, (1.0, 0.5, 1.0)),
     ],
 )
-def test_exposed_is_what_scoring_does_not_hide_in_the_order_of_phases(recompute, score, exposed):
+def test_exposed_seconds_are_what_scoring_does_not_hide(recompute, score, exposed):
     phases = {"plan": 2.0, "size": 0.5, "migrate": 1.0, "recompute": recompute, "score": score}
     wait = max(score - 3.5 - recompute, 0.0)
     assert exposed_seconds({**phases, "score_wait": wait}) == dict(zip(PLANNING, exposed, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
-def test_a_reward_that_is_no_number_is_masked_and_counted(value):
+def test_score_responses_masks_and_counts_rewards_that_are_not_finite(value):
     task = dataclasses.replace(
         TASKS["copy"], score=lambda completion, example: value if example.prompt == "b" else 1.0
     )
@@ -278,7 +278,7 @@ LAYERS, EXPERTS = 2, 8
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["flat", "hierarchical"])
 @pytest.mark.parametrize(("planner", "slots"), [(static(), 0), (eplb(), 1)], ids=["static", "eplb"])
-def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
+def test_measure_copies_equals_counts_of_plan_and_routes(path, planner, slots):
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=slots)
     gating, mesh = (
         dataclasses.replace(GATINGS["qwen3-moe"], top_k=2),
@@ -306,7 +306,7 @@ def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
 
 
 @pytest.mark.slow
-def test_programs_name_what_layers_do():
+def test_compiled_programs_name_the_parts_of_a_layer():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=1)
     parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
     rng = np.random.default_rng(0)

@@ -30,7 +30,7 @@ def stepped(smallest_policy):
 
 
 @pytest.mark.slow
-def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
+def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     (one, other, behind), (metrics, again, without) = stepped
     for actual, same, plain in zip(metrics, again, without, strict=True):
         assert actual["time/plan_ahead_seconds"] > 0
@@ -46,7 +46,7 @@ def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
 
 
 @pytest.mark.slow
-def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, monkeypatch):
+def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, monkeypatch):
     (trainer, *_), _ = stepped
     calls = []
     monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: calls.append(counts))
@@ -63,13 +63,13 @@ def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, mo
     expected = sample_load(RoutingReplay(responses.expert_ids, mask), num_experts=16)
     np.testing.assert_array_equal(load, expected)
     # Responses that had not ended are longer than all that had.
-    sampled = responses.response.sum(1)
+    sampled = responses.response_mask.sum(1)
     assert sampled[ended].max() < sampled[~ended].min()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"planner": "eplb"}, {"plan_ahead": 1.0}])
-def test_there_is_no_watch_without_a_search_ahead(stepped, changes):
+def test_plan_ahead_has_no_watch_if_it_is_off(stepped, changes):
     state = stepped[0][0].state
     with ThreadPoolExecutor(1) as beside:
         assert PlanAhead(state, Train(**SMALL), beside, StepClock()).watch is not None
@@ -88,6 +88,6 @@ def test_there_is_no_watch_without_a_search_ahead(stepped, changes):
         ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(changes, says):
+def test_train_rejects_bad_settings_of_planning_ahead(changes, says):
     with pytest.raises(ValueError, match=says):
         Train(**(SMALL | changes))

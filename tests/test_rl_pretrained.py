@@ -11,7 +11,7 @@ from experiments.examples import tiny_checkpoint
 from experiments.rl.configs import Train
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.policy import TINY
-from experiments.rl.saved_config import saved_config
+from experiments.rl.run_folder import saved_config
 from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer, find_tokenizer
@@ -52,7 +52,7 @@ def tensors(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["count", "spell_backward"])
-def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, monkeypatch):
+def test_run_starts_from_a_checkpoint_and_saves_one(task, folder, tmp_path, monkeypatch):
     if task == "spell_backward":
         pytest.importorskip("reasoning_gym", reason="the extra rl is not installed")
     monkeypatch.setattr("experiments.rl.train.keep_compiled", lambda: None)
@@ -79,7 +79,7 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
     run_train(dataclasses.replace(again, resume=tmp_path / "run"), Console(quiet=True))
 
 
-def test_what_does_not_fit_is_refused(folder, tmp_path):
+def test_train_rejects_settings_that_do_not_fit_the_checkpoint(folder, tmp_path):
     with pytest.raises(
         ValueError, match=r"policy='small' and model=.* exclude each other: .* from a checkpoint"
     ):
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         Train(dtype="float16")
 
 
-def test_bytes_are_for_models_that_were_made_for_them(folder, tmp_path):
+def test_find_tokenizer_returns_bytes_only_for_models_of_bytes(folder, tmp_path):
     assert find_tokenizer(Train()) is BYTES
     fields = json.loads((folder / "config.json").read_text())
     for vocabulary, name in ((BYTES.size, "bytes"), (512, "tokens")):

@@ -108,7 +108,7 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one(one, two):
+def test_two_processes_learn_the_same_as_one(one, two):
     assert_close(lines_of(one), lines_of(two))
     for folder in (one, two):
         _, *learn_lines = read_metrics(folder / "seed-0" / "metrics.jsonl")
@@ -120,7 +120,7 @@ def test_two_processes_learn_as_one(one, two):
 
 
 @pytest.mark.slow
-def test_rewards_are_asked_for_once(two):
+def test_two_processes_score_every_sample_once(two):
     assert (two.parent / "scored").read_text().split() == ["0"] * 32 * (STEPS - 1)
 
 
@@ -160,14 +160,14 @@ def assert_survives(victim, moment, folder, unbroken):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "lines"), [(0, 1), (1, 2)])
-def test_a_killed_process_ends_the_other_and_the_run_goes_on(victim, lines, two, tmp_path):
+def test_killed_process_ends_the_other_and_the_run_can_resume(victim, lines, two, tmp_path):
     moment = lines, random.Random(victim).uniform(0, 0.3)
     assert_survives(victim, moment, tmp_path / "run", two)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(10))
-def test_a_process_is_killed_at_any_moment(number, two, tmp_path):
+def test_process_killed_at_any_moment_ends_the_other(number, two, tmp_path):
     chance = random.Random(number)
     # Before the first line, processes start and compile, which takes longer than any step.
     lines = chance.randrange(STEPS)
@@ -176,7 +176,7 @@ def test_a_process_is_killed_at_any_moment(number, two, tmp_path):
 
 
 @pytest.mark.long
-def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
+def test_stop_signal_to_one_process_stops_both_and_one_can_resume_alone(one, tmp_path):
     folder = tmp_path / "run"
     first, second = run(2, "--out", folder, TROUBLE="1 2 stop")
     assert (first[2], second) == (0, ("", "", 0)), first
@@ -188,7 +188,7 @@ def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
 
 
 @pytest.mark.long
-def test_two_go_on_where_one_was_and_an_error_of_one_ends_both(one, tmp_path):
+def test_two_processes_resume_a_run_of_one_and_an_error_ends_both(one, tmp_path):
     folder = shutil.copytree(one, tmp_path / "run")
     shutil.rmtree(folder / "seed-0" / "checkpoints" / str(STEPS))
     first, second = run(2, "--resume", folder, TROUBLE="1 3 fail")

@@ -49,7 +49,7 @@ def damage_experts(harm, checkpoints):
 
 
 @pytest.mark.parametrize("harm", [flip_middle_bit, cut_in_half])
-def test_a_damaged_checkpoint_is_not_resumed(harm, folder, capfd):
+def test_resume_rejects_a_damaged_checkpoint(harm, folder, capfd):
     checkpoints = folder / "seed-0" / "checkpoints"
     damage_experts(harm, checkpoints)
     before = files_under(folder)
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_not_resumed(harm, folder, capfd):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_resumed_unverified_when_asked(folder, capfd):
+def test_resume_with_no_verify_skips_the_digests(folder, capfd):
     layout = folder / "seed-0" / "checkpoints" / "2" / "layout" / "metadata"
     layout.write_text(layout.read_text().replace('"sha256": "', '"sha256": "0'))
     assert main(["demo", "--resume", str(folder)]) == 2
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_resumed_unverified_when_asked(folder, capfd):
 
 
 @pytest.mark.slow
-def test_nothing_else_is_said_of_a_damaged_checkpoint(tmp_path):
+def test_resume_prints_one_line_about_a_damaged_checkpoint(tmp_path):
     """The run has a process of its own, so that messages of threads and the garbage collector would be seen, too."""
     leave(tmp_path, Train())
     damage_experts(cut_in_half, tmp_path / "seed-0" / "checkpoints")

@@ -12,14 +12,15 @@ from flax import nnx
 from rich.console import Console
 from support.runs import SMALL, SMALLEST, update_from
 
-from experiments.rl.algorithms import Lessons
+from experiments.rl.algorithms import Targets
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.rewards import Rewards
-from experiments.rl.saved_config import saved_config
-from experiments.rl.stages import OldPolicy, recompute_live, recompute_planned, with_lessons
+from experiments.rl.run_folder import saved_config
+from experiments.rl.stages import RecomputeResult, recompute_live, recompute_planned
 from experiments.rl.step_clock import StepClock
+from experiments.rl.targets import add_targets
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.plan import resident_experts
@@ -72,8 +73,8 @@ def logical(trainer):
 
 def learn(trainer, responses, rewards):
     stages = trainer.prepare(responses, StepClock())
-    old = recompute_planned(trainer.state, trainer.config, stages)
-    return stages, old, update_from(trainer, stages, responses, rewards, old)
+    recomputed = recompute_planned(trainer.state, trainer.config, stages)
+    return stages, update_from(trainer, stages, responses, rewards, recomputed)
 
 
 def learn_all(**changes):
@@ -81,7 +82,7 @@ def learn_all(**changes):
     trainer, losses = make(**changes), []
     start = logical(trainer)
     for batch in batches():
-        stages, _, metrics = learn(trainer, *batch)
+        stages, metrics = learn(trainer, *batch)
         losses.append(float(metrics.policy.loss))
     return start, logical(trainer), losses, stages
 
@@ -97,7 +98,7 @@ def assert_same_learning(one, other, *, expected_updates):
 
 
 @pytest.mark.long
-def test_planned_mini_batches_learn_as_static_placement_does():
+def test_planned_updates_learn_the_same_as_static_placement():
     """The planned run has residents, pushed for each update, and a recompute in one micro-batch."""
     planned = learn_all(resident_slots=1, recompute_micro_batches=1)
     assert_same_learning(planned, learn_all(planner="static"), expected_updates=2)
@@ -115,7 +116,7 @@ def test_planned_mini_batches_learn_as_static_placement_does():
 
 
 @pytest.mark.long
-def test_one_update_with_a_recompute_of_its_own_learns_as_without():
+def test_recompute_with_its_own_plan_does_not_change_learning():
     own = learn_all(updates=1, recompute_micro_batches=1)
     shared = learn_all(updates=1)
     assert_same_learning(own, shared, expected_updates=1)
@@ -124,25 +125,25 @@ def test_one_update_with_a_recompute_of_its_own_learns_as_without():
 
 
 @pytest.mark.slow
-def test_a_mini_batch_is_weighted_as_a_batch():
+def test_add_targets_weights_each_update_as_a_batch():
     """The weights of each update's tokens add up to 1. Advantages are those of the whole batch."""
     trainer, (responses, rewards) = make(anneal_steps=0, planner="static"), batches()[0]
-    response = responses.response.copy()
-    response[:16, 15:] = False
-    responses = responses._replace(response=response)
-    old = np.zeros(responses.tokens.shape, np.float32)
+    mask = responses.response_mask.copy()
+    mask[:16, 15:] = False
+    responses = responses._replace(response_mask=mask)
+    recomputed = RecomputeResult(np.zeros(mask.shape, np.float32), None)
     stages = trainer.prepare(responses, StepClock())
-    advantage = np.where(response, rewards.reward[:, None], 0).astype(np.float32)
-    lessons = with_lessons(trainer.config, stages.updates, Lessons(response, advantage), OldPolicy(old, None))
-    for (batch, samples), own in zip(lessons, (slice(0, 16), slice(16, 32)), strict=True):
-        weight = batch.from_ranks(samples.weight)
-        np.testing.assert_allclose(weight[own], response[own] / response[own].sum(), rtol=1e-6)
-        assert weight.sum() == pytest.approx(1, abs=1e-6)
-        np.testing.assert_array_equal(batch.from_ranks(samples.advantage)[own], advantage[own])
+    advantages = np.where(mask, rewards.reward[:, None], 0).astype(np.float32)
+    updates = add_targets(trainer.config, stages.updates, Targets(mask, advantages), recomputed)
+    for (batch, samples), own in zip(updates, (slice(0, 16), slice(16, 32)), strict=True):
+        weights = batch.from_ranks(samples.weights)
+        np.testing.assert_allclose(weights[own], mask[own] / mask[own].sum(), rtol=1e-6)
+        assert weights.sum() == pytest.approx(1, abs=1e-6)
+        np.testing.assert_array_equal(batch.from_ranks(samples.advantages)[own], advantages[own])
 
 
 @pytest.mark.long
-def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypatch):
+def test_float8_settings_apply_to_generation_and_recompute(monkeypatch):
     """Here ranks with few rows use float8, too. Log-probabilities are slightly inexact, and updates are exact."""
     rule = functools.partial(HotRanks, min_rows=1)
     monkeypatch.setattr("experiments.rl.configs.HotRanks", rule)
@@ -158,7 +159,7 @@ def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypat
         trainer.sampler.respond(trainer.sampler.examples(0), jax.random.key(0))
         for trainer in (exact, rollout)
     ]
-    first = responses[0].response.argmax(1)  # the first sampled token, which depends only on the prompt
+    first = responses[0].response_mask.argmax(1)  # the first sampled token, which depends only on the prompt
     same = responses[0].tokens[range(32), first] == responses[1].tokens[range(32), first]
     log_probs = [each.log_probs[range(32), first] for each in responses]
     error = np.abs(log_probs[1] - log_probs[0])[same]
@@ -171,10 +172,10 @@ def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypat
 
 
 @pytest.mark.slow
-def test_updates_replay_what_the_recompute_recorded():
+def test_updates_replay_the_routing_that_the_recompute_recorded():
     trainer, (responses, rewards) = make(routing="recompute"), batches()[0]
     state, parallel = trainer.state, trainer.state.balancer.live
-    recorded, old = recompute_live(state, trainer.config, responses)
+    recorded, recomputed = recompute_live(state, trainer.config, responses)
     output = state.agent.policy(responses.tokens, responses.mask, parallel=parallel)
     ids = np.where(responses.mask[..., None, None], output.expert_ids, 0)
     np.testing.assert_array_equal(recorded.expert_ids, ids)
@@ -189,7 +190,7 @@ def test_updates_replay_what_the_recompute_recorded():
         )
         in_stage = np.isin(np.arange(32), np.asarray(plan.assignment.sample))[:, None, None, None]
         np.testing.assert_array_equal(batch.from_ranks(samples.expert_ids), ids * in_stage)
-    metrics = update_from(trainer, stages, recorded, rewards, old)
+    metrics = update_from(trainer, stages, recorded, rewards, recomputed)
     load = np.concatenate([batch.batch_plan.load for batch, _ in stages.updates])
     np.testing.assert_array_equal(metrics.load, load)
     changed = np.asarray(metrics.routing_changed)
@@ -198,7 +199,7 @@ def test_updates_replay_what_the_recompute_recorded():
 
 
 @pytest.mark.long
-def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
+def test_report_prints_the_imbalance_of_a_live_recompute(tmp_path):
     shown = io.StringIO()
     config = dataclasses.replace(Train(**(OPTIONS | {"routing": "recompute"})), out=tmp_path / "run")
     run_train(config, Console(file=shown, width=250))
@@ -222,7 +223,7 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     [{"recompute_micro_batches": 4}, {"float8_above": 1.25, "float8_recompute": True}],
     ids=["stages", "float8"],
 )
-def test_settings_are_saved(changes, tmp_path):
+def test_saved_config_equals_the_settings(changes, tmp_path):
     config = Train(**(OPTIONS | changes))
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     assert saved_config(tmp_path) == config
@@ -261,6 +262,6 @@ def test_settings_are_saved(changes, tmp_path):
         ),
     ],
 )
-def test_settings_that_do_not_fit(changes, message):
+def test_train_rejects_bad_settings_of_stages(changes, message):
     with pytest.raises(ValueError, match=message):
         Train(**(OPTIONS | {"updates": 1} | changes))

@@ -8,7 +8,7 @@ from experiments.rl.tasks import TASKS, Example, find_task
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_built_in_tasks(name):
+def test_built_in_tasks_score_their_answers_1(name):
     task = find_task(name)
     examples = task.sample((3, 7), 200)
     assert examples == task.sample((3, 7), 200)
@@ -21,7 +21,7 @@ def test_built_in_tasks(name):
         assert 0 <= task.score(example.answer + "?", example) < 1
 
 
-def test_answers_are_right():
+def test_built_in_tasks_have_correct_answers():
     for example in TASKS["add"].sample(0, 20):
         assert example.answer == str(sum(map(int, example.prompt.rstrip("=").split("+"))))
     for example in TASKS["reverse"].sample(0, 20):
@@ -33,7 +33,7 @@ def test_answers_are_right():
     assert TASKS["copy"].score("abcdabcd", Example("", "abcd")) == 0.5
 
 
-def test_a_task_of_an_extra_that_is_missing_names_it(monkeypatch):
+def test_find_task_names_a_missing_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
         ValueError, match=r"'chain_sum' must be one of copy, reverse, .* install the extra rl"
@@ -41,7 +41,7 @@ def test_a_task_of_an_extra_that_is_missing_names_it(monkeypatch):
         find_task("chain_sum")
 
 
-def test_tasks_of_reasoning_gym():
+def test_find_task_finds_tasks_of_reasoning_gym():
     pytest.importorskip("reasoning_gym", reason="the extra rl is not installed")
     task = find_task("chain_sum")
     examples = task.sample((0, 1), 5)

@@ -90,21 +90,21 @@ def copied(bpe):
 
 
 @given(st.text())
-def test_text_goes_to_bytes_and_back(text):
+def test_bytes_round_trip(text):
     assert BYTES.encode_prompt(text) == [BOS, *text.encode()]
     tokens = BYTES.encode_answer(text)
     assert tokens == [*text.encode(), EOS]
     assert BYTES.decode([BOS, *tokens, *tokens, PAD]) == text
 
 
-def test_broken_text_and_special_bytes_decode():
+def test_bytes_decode_invalid_text_and_special_tokens():
     assert BYTES.decode([0xC3, PAD, BOS, 65]) == "\ufffdA"
     assert {PAD, BOS, EOS} == set(range(256, VOCABULARY))
     assert (BYTES.ends, BYTES.pad, BYTES.size) == ((EOS,), PAD, VOCABULARY)
     assert np.flatnonzero(~BYTES.allowed(VOCABULARY + 1)).tolist() == [PAD, BOS, VOCABULARY]
 
 
-def test_rows_are_padded_or_refused():
+def test_pad_rows_pads_or_rejects():
     rows = BYTES.pad_rows([[BOS, 1], []], 2)
     assert (rows.tolist(), rows.dtype) == ([[BOS, 1], [PAD, PAD]], np.int32)
     with pytest.raises(ValueError, match="row 1 has 3 tokens and must have at most 2"):
@@ -112,7 +112,7 @@ def test_rows_are_padded_or_refused():
 
 
 @pytest.mark.parametrize("text", [TEXT, " é🙂\n\n  2+2=", "", "<s> and </s"])
-def test_text_goes_to_the_tokens_of_a_checkpoint_and_back(checkpoint, bpe, text):
+def test_checkpoint_tokenizer_round_trip(checkpoint, bpe, text):
     tokenizer = load_tokenizer(checkpoint())
     answer = tokenizer.encode_answer(text)
     assert answer[-1] == bpe.token_to_id(END)
@@ -124,7 +124,7 @@ def test_text_goes_to_the_tokens_of_a_checkpoint_and_back(checkpoint, bpe, text)
     assert tokenizer.decode([70, tokenizer.size + 5, 70]) == tokenizer.decode([70, 70])
 
 
-def test_special_tokens_come_from_the_files_beside_it(checkpoint, bpe):
+def test_load_tokenizer_reads_special_tokens_from_the_files_beside_it(checkpoint, bpe):
     start, end, turn, turn_end, fill = map(bpe.token_to_id, SPECIAL)
     plain = load_tokenizer(checkpoint())
     assert (plain.ends, plain.pad) == ((end,), end)
@@ -144,7 +144,7 @@ def test_special_tokens_come_from_the_files_beside_it(checkpoint, bpe):
         assert several.decode([start, turn, *word, fill, stop, *word]) == "word"
 
 
-def test_prompts_start_as_the_checkpoint_says(checkpoint, bpe):
+def test_load_tokenizer_starts_prompts_like_the_checkpoint(checkpoint, bpe):
     start, end = bpe.token_to_id(START), bpe.token_to_id(END)
     words = bpe.encode(TEXT, add_special_tokens=False).ids
     both = copied(bpe)
@@ -157,7 +157,7 @@ def test_prompts_start_as_the_checkpoint_says(checkpoint, bpe):
     assert chat.encode_prompt(TEXT) == [start, *words], "the template writes BOS, nothing adds it again"
 
 
-def test_texts_are_not_cut_or_filled(checkpoint, bpe):
+def test_load_tokenizer_neither_truncates_nor_pads(checkpoint, bpe):
     cutting = copied(bpe)
     cutting.enable_truncation(4)
     cutting.enable_padding(length=64, pad_token=FILL)
@@ -166,7 +166,7 @@ def test_texts_are_not_cut_or_filled(checkpoint, bpe):
     assert tokenizer.decode(tokenizer.encode_answer(TEXT)) == TEXT
 
 
-def test_prompts_go_through_the_chat_template(checkpoint, bpe):
+def test_load_tokenizer_applies_the_chat_template(checkpoint, bpe):
     tokenizer = load_tokenizer(
         checkpoint(CHAT, chat_template="{{ raise_exception('the file comes first') }}")
     )
@@ -195,14 +195,14 @@ TODAY = datetime.datetime.now().strftime("%Y")
         ("{{ tools is none }} {{ tools is defined }} {{ documents is none }}", "True True True"),
     ],
 )
-def test_templates_have_what_they_are_promised(checkpoint, bpe, template, expected):
+def test_chat_renderer_has_the_documented_functions(checkpoint, bpe, template, expected):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": template}]
     for settings in ({"chat_template": template}, {"chat_template": named}):
         tokens = load_tokenizer(checkpoint(**settings)).encode_prompt("a <b> & é'")
         assert bpe.decode(tokens, skip_special_tokens=False) == expected
 
 
-def test_templates_render_what_transformers_renders():
+def test_chat_renderer_renders_the_same_as_transformers():
     golden = json.loads(
         (Path(__file__).parent / "golden" / "chat_templates.json").read_text(encoding="utf-8")
     )
@@ -223,12 +223,12 @@ def test_templates_render_what_transformers_renders():
         ("{{ messages.append(1) }}", r"chat_template\.jinja: access to attribute 'append'"),
     ],
 )
-def test_templates_that_fail_are_refused_at_once(checkpoint, template, refusal):
+def test_load_tokenizer_rejects_templates_that_fail(checkpoint, template, refusal):
     with pytest.raises(ValueError, match=refusal):
         load_tokenizer(checkpoint(template))
 
 
-def test_templates_without_a_default_are_refused(checkpoint):
+def test_load_tokenizer_rejects_named_templates_without_a_default(checkpoint):
     with pytest.raises(
         ValueError, match=r"chat_template: none of the templates \['tools'\] is named default$"
     ):
@@ -237,7 +237,7 @@ def test_templates_without_a_default_are_refused(checkpoint):
         load_tokenizer(checkpoint(chat_template=3))
 
 
-def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypatch):
+def test_load_tokenizer_rejects_folders_without_a_tokenizer(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no tokenizer\.json, which the model of this checkpoint needs"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -252,7 +252,7 @@ def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypat
         load_tokenizer(tmp_path)
 
 
-def test_a_response_must_have_an_end(checkpoint):
+def test_load_tokenizer_needs_a_token_that_ends_responses(checkpoint):
     with pytest.raises(ValueError, match="no token ends a response: set eos_token in tokenizer_config"):
         load_tokenizer(checkpoint(eos_token=None, model={"eos_token_id": None}))
     with pytest.raises(ValueError, match=r"eos_token '<end>' is not in tokenizer\.json"):
@@ -261,7 +261,7 @@ def test_a_response_must_have_an_end(checkpoint):
         load_tokenizer(checkpoint(generation={"eos_token_id": "x"}))
 
 
-def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
+def test_trainer_uses_the_given_tokenizer(checkpoint, bpe):
     tokenizer = load_tokenizer(checkpoint(generation={"eos_token_id": [bpe.token_to_id(TURN_END)]}))
     with pytest.raises(
         ValueError, match=f"tokenizer has {tokenizer.size} tokens, .* vocabulary has only {VOCABULARY}"
@@ -277,7 +277,7 @@ def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
 
 
 @pytest.mark.long
-def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint, monkeypatch):
+def test_trainer_generates_and_learns_with_the_tokenizer_of_a_checkpoint(checkpoint, monkeypatch):
     smallest = dataclasses.replace(
         TINY, width=16, layers=1, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=320
     )
@@ -297,11 +297,11 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     examples = trainer.sampler.examples(0)
     actual = trainer.sampler.respond(examples, jax.random.key(0))
     assert tokenizer.size < 320
-    assert tokenizer.allowed(320)[actual.tokens[actual.response]].all()
+    assert tokenizer.allowed(320)[actual.tokens[actual.response_mask]].all()
     assert (actual.tokens[~actual.mask] == tokenizer.pad).all()
     assert 0.9 < actual.ended.mean() <= 1
     for example, tokens, mask, response in zip(
-        examples, actual.tokens, actual.mask, actual.response, strict=True
+        examples, actual.tokens, actual.mask, actual.response_mask, strict=True
     ):
         assert tokens[mask & ~response].tolist() == tokenizer.encode_prompt(example.prompt)
         assert not np.isin(tokens[response][:-1], tokenizer.ends).any()

@@ -87,11 +87,12 @@ def recorded():
 def learn_from(trainer, responses, rewards):
     """Make one balanced update from recorded responses, and return its loss."""
     stages = trainer.prepare(responses, StepClock())
-    old, topology = recompute_planned(trainer.state, trainer.config, stages), trainer.config.topology
-    assert (old.residents is not None) == (topology.resident_slots > 0)
-    if old.residents is not None:
+    topology = trainer.config.topology
+    recomputed = recompute_planned(trainer.state, trainer.config, stages)
+    assert (recomputed.residents is not None) == (topology.resident_slots > 0)
+    if recomputed.residents is not None:
         assert (resident_experts(stages.updates[0].batch.batch_plan.plan, topology) != EMPTY).any()
-    return float(update_from(trainer, stages, responses, rewards, old).policy.loss)
+    return float(update_from(trainer, stages, responses, rewards, recomputed).policy.loss)
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def trained(planner, resident_slots=0):
 
 @pytest.mark.long
 @pytest.mark.parametrize("resident_slots", [0, 1])
-def test_balancing_does_not_touch_learning(resident_slots):
+def test_balancing_does_not_change_learning(resident_slots):
     start, _ = recorded()
     (balanced, losses, home), (still, expected, at_birth) = (
         trained("relibra", resident_slots),
@@ -119,12 +120,12 @@ def test_balancing_does_not_touch_learning(resident_slots):
 
 
 @pytest.mark.slow
-def test_recompute_says_what_the_policy_said():
+def test_recompute_equals_the_log_probs_of_generation():
     trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
     ((batch, samples),) = trainer.prepare(responses, StepClock()).recompute
     ran = recompute(trainer.state.agent, batch, samples, temperature=1.0)
-    log_prob = np.where(responses.response, batch.from_ranks(ran.log_prob), 0)
-    np.testing.assert_allclose(log_prob, responses.log_probs, atol=2e-5)
+    log_probs = np.where(responses.response_mask, batch.from_ranks(ran.log_probs), 0)
+    np.testing.assert_allclose(log_probs, responses.log_probs, atol=2e-5)
     check_executed(ran.slot_rows, batch)
     assert ran.expert_ids is None
     assert int(np.asarray(ran.load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
@@ -140,7 +141,7 @@ def prepared():
 
 
 @pytest.mark.slow
-def test_rows_that_are_not_the_plans_are_noticed(prepared):
+def test_check_executed_notices_rows_that_differ_from_the_plan(prepared):
     rows = np.array(prepared.batch_plan.plan.quota)
     check_executed(rows, prepared)
     rows[1, 0, 0, 0, 1] += 1
@@ -179,7 +180,7 @@ def unbroken(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
+def test_run_writes_metrics_report_checkpoint_and_trace(unbroken):
     lines = numbers(unbroken)
     kinds = ["warm-up", "evaluation", "learn", "learn", "learn", "evaluation"]
     assert [(line["step"], line["kind"]) for line in lines] == list(
@@ -207,7 +208,7 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_is_unbroken_bit_for_bit(unbroken, tmp_path, monkeypatch):
+def test_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(unbroken, tmp_path, monkeypatch):
     learn = Trainer.learn
 
     def interrupted(trainer):
@@ -230,7 +231,7 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(unbroken, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, monkeypatch):
+def test_killed_run_repeats_the_steps_since_its_checkpoint(unbroken, tmp_path, monkeypatch):
     learn = Trainer.learn
 
     def killed(trainer):
@@ -251,7 +252,7 @@ def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, m
 
 
 @pytest.mark.long
-def test_another_mesh_goes_on_with_the_same_update(unbroken):
+def test_checkpoint_restored_on_another_mesh_gives_the_same_update(unbroken):
     responses, rewards = recorded()[1][0]
     here, there = small(), small(ranks=Ranks(nodes=2, ranks_per_node=2), anneal_steps=0)
     after = []
@@ -266,7 +267,7 @@ def test_another_mesh_goes_on_with_the_same_update(unbroken):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
+def test_checkpoint_of_another_model_is_rejected_with_the_difference(unbroken, monkeypatch):
     wider = dataclasses.replace(SMALLEST, expert_width=24)
     monkeypatch.setattr("experiments.rl.configs.POLICIES", {"smallest": wider})
     with pytest.raises(
@@ -277,7 +278,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
 
 
 @pytest.mark.slow
-def test_settings_that_a_checkpoint_refuses_are_not_written_down(unbroken):
+def test_settings_that_a_checkpoint_rejects_are_not_saved(unbroken):
     before = (unbroken / "config.json").read_text()
     with pytest.raises(ValueError, match="balancer"):
         run(unbroken, planner="static")
@@ -285,7 +286,7 @@ def test_settings_that_a_checkpoint_refuses_are_not_written_down(unbroken):
 
 
 @pytest.mark.slow
-def test_a_report_of_steps_with_different_settings(unbroken, tmp_path):
+def test_summarise_and_figure_accept_steps_with_different_settings(unbroken, tmp_path):
     lines = read_metrics(unbroken / "seed-0" / "metrics.jsonl")
     changed = lines[-2]
     assert changed["kind"] == "learn"
@@ -295,7 +296,7 @@ def test_a_report_of_steps_with_different_settings(unbroken, tmp_path):
     training_figure(tmp_path / "figure.png", {0: lines}, "changed on the way")
 
 
-def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
+def test_main_takes_resumed_settings_as_defaults(tmp_path, capsys):
     saved = small(policy="tiny", prompts=40, responses_per_prompt=6, micro_batches=3)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(saved)))
     for override, shown in (
@@ -307,7 +308,7 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_live_updates_count_what_differs_from_the_record():
+def test_live_updates_count_the_choices_that_differ_from_the_record():
     trainer = Trainer(small(replay=False, warmup_steps=0), 0)
     first, second = trainer.learn(), trainer.learn()
     assert len(first["routing/changed_share_by_layer"]) == SMALLEST.layers
@@ -315,7 +316,7 @@ def test_live_updates_count_what_differs_from_the_record():
     assert all(0 <= share < 0.5 for share in second["routing/changed_share_by_layer"])
 
 
-def test_a_reward_function_that_raises_costs_its_sample_only():
+def test_score_responses_masks_only_the_sample_whose_reward_function_raises():
     def score(completion, example):
         if example.prompt.endswith("b: "):
             raise KeyError("b")
@@ -337,7 +338,7 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
+def test_run_continues_if_all_rewards_fail(tmp_path):
     def score(completion, example):
         raise RuntimeError("no judge")
 
@@ -363,12 +364,12 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ),
     ],
 )
-def test_bad_settings(changes, message):
+def test_train_rejects_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         small(**changes)
 
 
-def test_an_example_without_room_says_which_setting():
+def test_prompts_that_are_too_long_are_rejected_with_the_setting():
     trainer = Trainer(small(response_tokens=3), 0)
     with pytest.raises(
         ValueError,
@@ -377,13 +378,13 @@ def test_an_example_without_room_says_which_setting():
         trainer.warm_up()
 
 
-def test_examples_without_room_are_passed_over():
+def test_prompts_skip_examples_that_are_too_long():
     examples = Trainer(small(response_tokens=5), 0).sampler.examples(0)
     assert len(examples) == 32
     assert max(len(example.answer) for example in examples) == 4
 
 
-def test_settings_of_the_planner_are_its_own(tmp_path):
+def test_planner_settings_reach_the_planner(tmp_path):
     still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
     assert still.planner_entry is small(reorder=still.reorder, replicate=still.replicate).planner_entry
     topology, load = still.topology, np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32)
@@ -396,7 +397,7 @@ def test_settings_of_the_planner_are_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_names_are_status_2(capsys, tmp_path):
+def test_main_returns_2_for_unknown_names(capsys, tmp_path):
     assert main(["dmeo"]) == 2
     assert capsys.readouterr().err == (
         "error: training run 'dmeo' must be one of demo, learn; did you mean demo?\n"
@@ -409,7 +410,7 @@ def test_unknown_names_are_status_2(capsys, tmp_path):
     assert "learn" in capsys.readouterr().out
 
 
-def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
+def test_metrics_log_drops_lines_of_steps_that_are_repeated(tmp_path):
     with MetricsLog(tmp_path, 0) as log:
         for step in range(3):
             log.write(step, {"kind": "learn", "value": step})
@@ -420,7 +421,7 @@ def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line_starts_before_jax_does():
+def test_importing_run_does_not_start_jax():
     program = (
         "import experiments.run, jax; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
     )

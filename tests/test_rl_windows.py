@@ -14,7 +14,7 @@ from support.runs import SIZES, SMALL
 from experiments.rl import rollout as rollouts
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
-from experiments.rl.stages import teach
+from experiments.rl.targets import compute_targets
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
@@ -23,11 +23,11 @@ from experiments.run import main
 from relibra_jax.contract.types import EMPTY
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
-WINDOW, ROOM, PROMPT = 14, 42, 14
+WINDOW, LONGEST, PROMPT = 14, 42, 14
 OPTIONS = SMALL | {
     "algorithm": "tppo",
     "window": WINDOW,
-    "response_tokens": ROOM,
+    "response_tokens": LONGEST,
     "warmup_steps": 0,
     "steps": 4,
     "epochs": 1,
@@ -77,7 +77,7 @@ def restored(folder):
 
 
 @pytest.mark.slow
-def test_the_replay_of_a_response_of_two_policies_is_both_recordings_joined(stepped):
+def test_replay_of_a_carried_response_joins_both_recordings(stepped):
     _, _, (first, second, third) = stepped
     lengths, again, carried, replay, metrics = second
     going_on = first[2].drawn == 0
@@ -102,10 +102,10 @@ def test_the_replay_of_a_response_of_two_policies_is_both_recordings_joined(step
 
 
 @pytest.mark.slow
-def test_the_batch_stays_full(stepped):
+def test_rollout_fills_free_rows_with_new_prompts(stepped):
     trainer, _, seen = stepped
     for step, (_, window, carried, _, metrics) in enumerate(seen):
-        new = window.response.sum(1)
+        new = window.response_mask.sum(1)
         assert (new > 0).all()
         unfinished = carried.drawn != EMPTY
         assert (new[unfinished] == WINDOW).all()
@@ -124,7 +124,7 @@ def test_the_batch_stays_full(stepped):
 
 
 @pytest.mark.slow
-def test_carried_responses_survive_a_stop(stepped):
+def test_carried_responses_are_restored_from_a_checkpoint(stepped):
     trainer, folder, seen = stepped
     other = restored(folder)
     assert other.state.step == 2
@@ -177,7 +177,7 @@ def stopped(smallest_policy, tmp_path_factory):
     ],
     ids=["task", "window", "response_tokens", "algorithm"],
 )
-def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stopped, capfd):
+def test_resume_rejects_carried_responses_of_other_settings(changes, says, stopped, capfd):
     """The rejected settings are not saved, either."""
     before = files_under(stopped)
     assert main(["demo", "--resume", str(stopped), "--steps", "5", *changes]) == 2
@@ -187,7 +187,7 @@ def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stop
 
 
 @pytest.mark.slow
-def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(stepped):
+def test_samples_with_a_critic_that_is_not_finite_are_masked_and_counted(stepped):
     trainer = restored(stepped[1])
     critic = trainer.state.agent.critic
     critic.weight[...] = jax.numpy.full_like(critic.weight[...], 3e38)  # large enough that products overflow
@@ -200,7 +200,7 @@ def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(s
 
 
 @pytest.mark.slow
-def test_a_critic_that_overflows_ends_the_run_in_one_line(stepped):
+def test_critic_loss_that_overflows_ends_the_run_in_one_line(stepped):
     trainer = restored(stepped[1])
     critic = trainer.state.agent.critic
     critic.weight[...] = jax.numpy.full_like(
@@ -213,20 +213,22 @@ def test_a_critic_that_overflows_ends_the_run_in_one_line(stepped):
 
 
 @pytest.mark.slow
-def test_a_new_critic_begins_at_the_mean_return_of_what_its_first_window_finishes(stepped, monkeypatch):
+def test_new_critic_starts_at_the_mean_return_of_the_first_finished_responses(stepped, monkeypatch):
     seen = []
 
-    def recording(config, rollout, rewards, old):
-        seen.append((rollout, rewards, old.value))
-        return teach(config, rollout, rewards, old)
+    def recording(config, rollout, rewards, recomputed):
+        seen.append((rollout, rewards, recomputed.old_values))
+        return compute_targets(config, rollout, rewards, recomputed)
 
-    monkeypatch.setattr("experiments.rl.trainer.teach", recording)
+    monkeypatch.setattr("experiments.rl.trainer.compute_targets", recording)
     task = dataclasses.replace(TASKS["copy"], score=lambda completion, example: 0.25 + len(completion) % 2)
     trainer = Trainer(Train(**OPTIONS), 0, task=task, tokenizer=ENDING)
     trainer.learn()
     [(rollout, rewards, value)] = seen
     assert 0 < rewards.scored.sum() < 32
-    reward, length = (each[rewards.scored] for each in (rewards.reward, rollout.responses.response.sum(1)))
+    reward, length = (
+        each[rewards.scored] for each in (rewards.reward, rollout.responses.response_mask.sum(1))
+    )
     np.testing.assert_allclose(value, np.average(reward, weights=length), rtol=1e-5)
     assert (value == value[0, 0]).all()
     assert trainer.state.agent.critic.bias[...] != value[0, 0], "it has learned since"
@@ -248,7 +250,7 @@ def generated(tokens, lengths, context, *, route):
     return Responses(tokens, mask, response, ids, log_probs, np.array([False, True, False]))
 
 
-def test_rows_are_filled_joined_and_carried():
+def test_windows_fill_join_and_carry_rows():
     prompts, lengths = np.array([[1, 2], [3, 256], [4, 256]], np.int32), np.array([2, 1, 1], np.int32)
     rows = fill_free_rows(ROWS, prompts, lengths)
     np.testing.assert_array_equal(rows.tokens[:, :2], prompts)
@@ -269,7 +271,7 @@ def test_rows_are_filled_joined_and_carried():
         [[1, 2, 7, 7, 6, 6], [1, 2, 5, 0, 0, 0], [4, 8, 8, 6, 6, 0]], [6, 3, 5], rows.lengths, route=2
     )
     joined = join_windows(rows, second)
-    assert joined.response.sum(1).tolist() == [4, 1, 4]
+    assert joined.response_mask.sum(1).tolist() == [4, 1, 4]
     assert joined.expert_ids[..., 0, 0].tolist() == [
         [1, 1, 1, 1, 2, 2],
         [2, 2, 2, 0, 0, 0],

@@ -29,7 +29,7 @@ from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.generation import Responses
-from experiments.rl.saved_config import saved_config
+from experiments.rl.run_folder import saved_config
 from experiments.rl.stages import Stages, prepare_stages, recompute_planned
 from experiments.rl.step import Clip
 from experiments.rl.train import keep_compiled, run_train
@@ -176,8 +176,8 @@ def _restored(run: Path, settings: Train) -> Trainer:
 def _recompute(
     trainer: Trainer, stages: Stages, responses: Responses, rule: HotRanks | None
 ) -> Float[np.ndarray, " tokens"]:
-    old = recompute_planned(trainer.state, trainer.config, stages, float8=rule)
-    return old.log_prob[responses.response].astype(np.float64)
+    recomputed = recompute_planned(trainer.state, trainer.config, stages, float8=rule)
+    return recomputed.old_log_probs[responses.response_mask].astype(np.float64)
 
 
 def _marked_shares(stages: Stages, rule: HotRanks) -> tuple[float, float]:

@@ -30,39 +30,39 @@ SMALLEST_DEVIATION: Final = 1e-6
 
 
 def relative_advantages(
-    reward: Float[Array, " B"], scored: Bool[Array, " B"], *, responses_per_prompt: int
+    rewards: Float[Array, " B"], scored: Bool[Array, " B"], *, responses_per_prompt: int
 ) -> Float[jax.Array, " B"]:
     """Compute how much better each response is than the other responses to its prompt.
 
     Args:
-        reward: the reward of every sample. Responses to one prompt are next to each other.
+        rewards: the reward of every sample. Responses to one prompt are next to each other.
         scored: False for responses without a reward, which are left out of their prompt's mean and deviation.
         responses_per_prompt: the number of responses to each prompt, a divisor of B.
 
     Returns:
         The advantages, float32. 0 for responses without a reward, and if all responses to a prompt have the same one.
 
-    >>> reward = jnp.array([1.0, 0.0, 1.0, 1.0])
-    >>> relative_advantages(reward, jnp.ones(4, bool), responses_per_prompt=2).round(3).tolist()
+    >>> rewards = jnp.array([1.0, 0.0, 1.0, 1.0])
+    >>> relative_advantages(rewards, jnp.ones(4, bool), responses_per_prompt=2).round(3).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
-    reward = jnp.asarray(reward, jnp.float32).reshape(-1, responses_per_prompt)
-    scored = jnp.asarray(scored).reshape(reward.shape)
+    rewards = jnp.asarray(rewards, jnp.float32).reshape(-1, responses_per_prompt)
+    scored = jnp.asarray(scored).reshape(rewards.shape)
     count = jnp.maximum(scored.sum(1, keepdims=True), 1)
-    mean = jnp.where(scored, reward, 0).sum(1, keepdims=True) / count
-    centred = jnp.where(scored, reward - mean, 0)
+    mean = jnp.where(scored, rewards, 0).sum(1, keepdims=True) / count
+    centred = jnp.where(scored, rewards - mean, 0)
     deviation = jnp.sqrt(jnp.square(centred).sum(1, keepdims=True) / count)
     # The mean of equal rewards may be rounded; dividing this error by its own deviation would make it an advantage.
-    highest = jnp.where(scored, reward, -jnp.inf).max(1, keepdims=True)
-    differ = highest > jnp.where(scored, reward, jnp.inf).min(1, keepdims=True)
+    highest = jnp.where(scored, rewards, -jnp.inf).max(1, keepdims=True)
+    differ = highest > jnp.where(scored, rewards, jnp.inf).min(1, keepdims=True)
     return jnp.where(differ, centred / (deviation + SMALLEST_DEVIATION), 0).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnames=("discount", "decay"))
 def generalized_advantages(
-    value: Float[Array, "B T"],
-    reward: Float[Array, " B"],
-    response: Bool[Array, "B T"],
+    values: Float[Array, "B T"],
+    rewards: Float[Array, " B"],
+    response_mask: Bool[Array, "B T"],
     finished: Bool[Array, " B"],
     *,
     discount: float,
@@ -71,9 +71,9 @@ def generalized_advantages(
     """Compute generalized advantages, extended for unfinished responses; the formulas are at the top of the file.
 
     Args:
-        value: the value of the state before each token, finite on the tokens of responses.
-        reward: the reward of each response, given at its last token. The rewards of unfinished responses are not read.
-        response: True on the tokens of responses, which are next to each other.
+        values: the value of the state before each token, finite on the tokens of responses.
+        rewards: the reward of each response, given at its last token. The rewards of unfinished responses are not read.
+        response_mask: True on the tokens of responses, which are next to each other.
         finished: False for unfinished responses.
         discount: gamma, the discount of a reward for every token that it comes later.
         decay: lambda, the decay of later temporal differences.
@@ -81,37 +81,37 @@ def generalized_advantages(
     Returns:
         The advantages, float32, 0 outside responses.
 
-    >>> value, response = jnp.array([[0.0, 0.5, 0.25]] * 2), jnp.array([[False, True, True]] * 2)
-    >>> finished, reward = jnp.array([True, False]), jnp.array([1.0, 1.0])
-    >>> generalized_advantages(value, reward, response, finished, discount=1.0, decay=0.5).tolist()
+    >>> values, response_mask = jnp.array([[0.0, 0.5, 0.25]] * 2), jnp.array([[False, True, True]] * 2)
+    >>> rewards, finished = jnp.array([1.0, 1.0]), jnp.array([True, False])
+    >>> generalized_advantages(values, rewards, response_mask, finished, discount=1.0, decay=0.5).tolist()
     [[0.0, 0.125, 0.75], [0.0, -0.25, 0.0]]
     """
-    value, reward = jnp.asarray(value, jnp.float32), jnp.asarray(reward, jnp.float32)
+    values, rewards = jnp.asarray(values, jnp.float32), jnp.asarray(rewards, jnp.float32)
     finished = jnp.asarray(finished)
 
     def step(carry, inputs):
         advantage, next_value, has_next = carry
         value, in_response = inputs
         # After the last token comes the reward; or, in an unfinished response, the same value again.
-        at_end = jnp.where(finished, reward, discount * value)
+        at_end = jnp.where(finished, rewards, discount * value)
         delta = jnp.where(has_next, discount * next_value, at_end) - value
         advantage = jnp.where(in_response, delta + discount * decay * advantage, 0)
         return (advantage, value, in_response), advantage
 
-    zeros = jnp.zeros_like(reward)
+    zeros = jnp.zeros_like(rewards)
     carry = (zeros, zeros, jnp.zeros(finished.shape, bool))
-    inputs = (value.T, jnp.asarray(response).T)
+    inputs = (values.T, jnp.asarray(response_mask).T)
     return jax.lax.scan(step, carry, inputs, reverse=True)[1].T
 
 
 def discounted_returns(
-    reward: Float[Array, " B"], response: Bool[Array, "B T"], *, discount: float
+    rewards: Float[Array, " B"], response_mask: Bool[Array, "B T"], *, discount: float
 ) -> Float[jax.Array, "B T"]:
     """Compute Monte-Carlo returns: the final reward of each response, discounted to each of its tokens.
 
     Args:
-        reward: the reward of each response, given at its last token.
-        response: True on the tokens of responses, which are next to each other.
+        rewards: the reward of each response, given at its last token.
+        response_mask: True on the tokens of responses, which are next to each other.
         discount: gamma, the discount of a reward for every token that it comes later.
 
     Returns:
@@ -120,27 +120,27 @@ def discounted_returns(
     >>> discounted_returns(jnp.array([1.0]), jnp.array([[False, True, True]]), discount=0.5).tolist()
     [[0.0, 0.5, 1.0]]
     """
-    response = jnp.asarray(response)
-    distance = jnp.cumsum(response[:, ::-1], axis=1)[:, ::-1] - 1
+    response_mask = jnp.asarray(response_mask)
+    distance = jnp.cumsum(response_mask[:, ::-1], axis=1)[:, ::-1] - 1
     factor = jnp.asarray(discount, jnp.float32) ** jnp.maximum(distance, 0)
-    return jnp.where(response, factor * jnp.asarray(reward, jnp.float32)[:, None], 0)
+    return jnp.where(response_mask, factor * jnp.asarray(rewards, jnp.float32)[:, None], 0)
 
 
-def whiten(advantage: Float[Array, "B T"], used: Bool[Array, "B T"]) -> Float[jax.Array, "B T"]:
-    """Shift and scale advantages to mean 0 and standard deviation 1 over the tokens that are used.
+def whiten(advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[jax.Array, "B T"]:
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the tokens of a mask.
 
     Args:
-        advantage: the advantages of all tokens.
-        used: True on the tokens that are learned from.
+        advantages: the advantages of all tokens.
+        mask: True on the tokens that are learned from.
 
     Returns:
-        The whitened advantages, float32, 0 on tokens that are not used.
+        The whitened advantages, float32, 0 outside the mask.
 
     >>> whiten(jnp.array([[1.0, 3.0, 9.0]]), jnp.array([[True, True, False]])).round(3).tolist()
     [[-1.0, 1.0, 0.0]]
     """
-    used = jnp.asarray(used)
-    count = jnp.maximum(used.sum(), 1)
-    centred = jnp.where(used, advantage - jnp.where(used, advantage, 0).sum() / count, 0)
+    mask = jnp.asarray(mask)
+    count = jnp.maximum(mask.sum(), 1)
+    centred = jnp.where(mask, advantages - jnp.where(mask, advantages, 0).sum() / count, 0)
     deviation = jnp.sqrt(jnp.square(centred).sum() / count)
     return centred / (deviation + SMALLEST_DEVIATION)

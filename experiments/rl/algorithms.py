@@ -1,15 +1,15 @@
-"""The table of reinforcement-learning algorithms: how each turns sampled responses into training targets.
+"""The table of reinforcement-learning algorithms: how each turns the responses of a batch into training targets.
 
 All algorithms run on the same balanced step, and its plan does not depend on the algorithm. An algorithm is a pure
-function: from the sampled responses it computes which tokens to learn from and the advantage of each. To add one, write
-such a function and add an entry to `ALGORITHMS`, which the settings, the reports and the tests read. The flags of an
-entry say what the algorithm changes while responses are sampled, where the function has no part.
+function: from a batch of scored responses it computes which tokens to learn from and the advantage of each. To add one,
+write such a function and add an entry to `ALGORITHMS`, which the settings, the reports and the tests read. The flags of
+an entry say what the algorithm changes while responses are sampled, where the function has no part.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
@@ -53,73 +53,81 @@ class Critic:
         check_positive("critic.rate", self.rate)
 
 
-class Sampled(NamedTuple):
-    """The sampled responses of a batch, as an algorithm sees them."""
+class RolloutBatch(NamedTuple):
+    """The responses of a batch with their rewards and values, as an algorithm sees them."""
 
-    reward: Float[Array, " B"]
+    rewards: Float[Array, " B"]
     """The reward of each sample, 0 for samples without a reward."""
     usable: Bool[Array, " B"]
     """False for samples to leave out, because the reward function failed or the critic returned no finite number."""
     finished: Bool[Array, " B"]
     """False for responses that the next rollout continues, which have no reward yet."""
-    response: Bool[Array, "B T"]
+    response_mask: Bool[Array, "B T"]
     """True on all tokens of responses."""
-    new: Bool[Array, "B T"]
+    new_mask: Bool[Array, "B T"]
     """True on the response tokens that the policy sampled in this step. The others were sampled in earlier steps."""
-    value: Float[Array, "B T"] | None
+    values: Float[Array, "B T"] | None
     """The value of the state before each token, always finite. None without a critic."""
 
 
-class Lessons(NamedTuple):
+class Targets(NamedTuple):
     """The training targets that an algorithm computes from a batch."""
 
-    policy_tokens: Bool[Array, "B T"]
+    policy_mask: Bool[Array, "B T"]
     """True on the tokens that the policy learns from."""
-    advantage: Float[Array, "B T"]
-    """The advantage of each of these tokens."""
-    critic_tokens: Bool[Array, "B T"] | None = None
+    advantages: Float[Array, "B T"]
+    """The advantage of each of these tokens, 0 on all others."""
+    critic_mask: Bool[Array, "B T"] | None = None
     """True on the tokens that the critic learns from. None without a critic."""
-    value_target: Float[Array, "B T"] | None = None
-    """The value that the critic learns at each of its tokens. None without a critic."""
+    returns: Float[Array, "B T"] | None = None
+    """The return of each of these tokens, which the critic learns. None without a critic."""
 
 
-type Teach = Callable[[Sampled, int, Critic], Lessons]
-"""An algorithm: ``teach(sampled, responses_per_prompt, critic) -> lessons``."""
+@runtime_checkable
+class ComputeTargets(Protocol):
+    """An algorithm: a function from a batch, and the settings of critic and groups, to the training targets."""
+
+    def __call__(self, batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+        """Compute the training targets. Responses to one prompt are next to each other in the batch."""
 
 
-def teach_by_comparison(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
+def grpo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
     """Apply GRPO (arXiv:2402.03300): the tokens of a response get its advantage over the prompt's other responses."""
-    usable = jnp.asarray(sampled.usable)
-    advantage = relative_advantages(sampled.reward, usable, responses_per_prompt=responses_per_prompt)
-    tokens = sampled.response & usable[:, None]
-    return Lessons(tokens, jnp.where(tokens, advantage[:, None], 0))
+    usable = jnp.asarray(batch.usable)
+    advantages = relative_advantages(batch.rewards, usable, responses_per_prompt=responses_per_prompt)
+    policy_mask = batch.response_mask & usable[:, None]
+    return Targets(policy_mask, jnp.where(policy_mask, advantages[:, None], 0))
 
 
-def teach_by_critic(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
-    """Apply PPO (arXiv:1707.06347) with whitened generalized advantages. The critic learns advantage plus value."""
-    advantage = _generalized_advantages(sampled, critic)
-    tokens = sampled.response & jnp.asarray(sampled.usable)[:, None]
-    assert sampled.value is not None
-    return Lessons(tokens, whiten(advantage, tokens), tokens, advantage + sampled.value)
+def ppo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+    """Apply PPO (arXiv:1707.06347) with whitened generalized advantages. The returns are advantages plus values."""
+    mask = batch.response_mask & jnp.asarray(batch.usable)[:, None]
+    advantages = _generalized_advantages(batch, critic)
+    assert batch.values is not None
+    return Targets(mask, whiten(advantages, mask), mask, advantages + batch.values)
 
 
-def teach_windows(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
+def tppo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
     """Apply T-PPO (arXiv:2506.15050).
 
     The policy learns from all new tokens, by whitened extended generalized advantages. The critic learns from all
     tokens of finished responses, by Monte-Carlo returns.
     """
-    usable = jnp.asarray(sampled.usable)
-    tokens = sampled.new & usable[:, None]
-    critic_tokens = sampled.response & (usable & sampled.finished)[:, None]
-    returns = discounted_returns(sampled.reward, sampled.response, discount=critic.discount)
-    return Lessons(tokens, whiten(_generalized_advantages(sampled, critic), tokens), critic_tokens, returns)
+    usable = jnp.asarray(batch.usable)
+    policy_mask = batch.new_mask & usable[:, None]
+    advantages = whiten(_generalized_advantages(batch, critic), policy_mask)
+    critic_mask = batch.response_mask & (usable & batch.finished)[:, None]
+    returns = discounted_returns(batch.rewards, batch.response_mask, discount=critic.discount)
+    return Targets(policy_mask, advantages, critic_mask, returns)
 
 
-def _generalized_advantages(sampled: Sampled, critic: Critic) -> Float[Array, "B T"]:
-    assert sampled.value is not None, "algorithms with a critic need values"
+def _generalized_advantages(batch: RolloutBatch, critic: Critic) -> Float[Array, "B T"]:
+    assert batch.values is not None, "algorithms with a critic need values"
     return generalized_advantages(
-        *(sampled.value, sampled.reward, sampled.response, sampled.finished),
+        batch.values,
+        batch.rewards,
+        batch.response_mask,
+        batch.finished,
         discount=critic.discount,
         decay=critic.decay,
     )
@@ -129,15 +137,13 @@ def _generalized_advantages(sampled: Sampled, critic: Critic) -> Float[Array, "B
 class AlgorithmEntry:
     """An algorithm, with flags for what it needs while responses are sampled."""
 
-    teach: Teach
+    compute_targets: ComputeTargets
     """The function that computes the training targets."""
-    summary: str
-    """A one-line description."""
     critic: bool = False
-    """Whether the algorithm has a critic, whose values ``teach`` receives."""
-    compares: bool = False
+    """Whether the algorithm has a critic, whose values ``compute_targets`` receives."""
+    group_relative: bool = False
     """Whether the algorithm compares responses to the same prompt, and so needs several of them."""
-    mixed_groups: bool = False
+    dynamic_sampling: bool = False
     """Whether prompts whose responses all have the same reward are replaced, and long responses penalised."""
     windows: bool = False
     """Whether a rollout samples at most a window of tokens, and the next one continues the unfinished responses."""
@@ -146,24 +152,20 @@ class AlgorithmEntry:
 ALGORITHMS: Final[Mapping[str, AlgorithmEntry]] = MappingProxyType(
     {
         "grpo": AlgorithmEntry(
-            teach=teach_by_comparison,
-            summary="GRPO: responses to one prompt are compared",
-            compares=True,
+            compute_targets=grpo_targets,
+            group_relative=True,
         ),
         "dapo": AlgorithmEntry(
-            teach=teach_by_comparison,
-            summary="DAPO: GRPO with dynamic sampling and a penalty on overlong responses",
-            compares=True,
-            mixed_groups=True,
+            compute_targets=grpo_targets,
+            group_relative=True,
+            dynamic_sampling=True,
         ),
         "ppo": AlgorithmEntry(
-            teach=teach_by_critic,
-            summary="PPO: a value head on the policy's trunk, generalized advantages",
+            compute_targets=ppo_targets,
             critic=True,
         ),
         "tppo": AlgorithmEntry(
-            teach=teach_windows,
-            summary="T-PPO: PPO on windows of responses, unfinished ones carried to the next rollout",
+            compute_targets=tppo_targets,
             critic=True,
             windows=True,
         ),

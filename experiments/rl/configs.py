@@ -5,7 +5,9 @@ The docstrings of fields are the command line's help texts. Help keeps their lin
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import tyro
@@ -36,17 +38,15 @@ DTYPES: Final = ("float32", "bfloat16")
 ROUTINGS: Final = ("rollout", "recompute")
 PRICES: Final = ("time", "balance")
 
-AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
-AT_LEAST_ONE: Final = (
-    "prompts",
-    "updates",
-    "micro_batches",
-    "epochs",
-    "checkpoint_every",
-    "prompt_tokens",
-    "response_tokens",
-    "watch_every",
+LEAST: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        **dict.fromkeys(("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps"), 0),
+        **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
+        **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
+        **dict.fromkeys(("checkpoint_every", "evaluate_every"), 1),
+    }
 )
+"""The smallest value of integer settings. Some of them may also be None."""
 NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 
 
@@ -157,18 +157,29 @@ class Train:
     """Whether a resumed run compares its checkpoint with the digests that were saved with it."""
 
     def __post_init__(self) -> None:
-        for name, value, table in (
-            ("policy", self.policy, POLICIES),
-            ("algorithm", self.algorithm, ALGORITHMS),
-            ("planner", self.planner, PLANNERS),
-            ("dtype", self.dtype, DTYPES),
-            ("routing", self.routing, ROUTINGS),
-            ("price", self.price, PRICES),
+        self._check_names()
+        self._check_numbers()
+        self._check_division()
+        self._check_planner()
+        self._check_algorithm()
+        self._check_window()
+        self._check_routing()
+        self._check_memory()
+
+    def _check_names(self) -> None:
+        """Check names and folders, and make the folder of the model absolute."""
+        for name, table in (
+            ("policy", POLICIES),
+            ("algorithm", ALGORITHMS),
+            ("planner", PLANNERS),
+            ("dtype", DTYPES),
+            ("routing", ROUTINGS),
+            ("price", PRICES),
         ):
+            value = getattr(self, name)
             if value not in table:
-                raise ValueError(
-                    f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
-                )
+                hint = suggest_names(value, table)
+                raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{hint}")
         if self.model is not None:  # the run may be resumed from another folder
             object.__setattr__(self, "model", self.model.resolve())
         if self.model is not None and self.policy != "tiny":
@@ -176,18 +187,17 @@ class Train:
                 f"policy={self.policy!r} and model={self.model} exclude each other: policy starts from random"
                 " weights, model from a checkpoint"
             )
-        changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
-        if changed and self.planner not in TUNABLE:
-            raise ValueError(
-                f"planner={self.planner} does not use {changed[0]}, which is only for {' and '.join(TUNABLE)}"
-            )
-        minimums = {
-            **dict.fromkeys(AT_LEAST_ZERO, 0),
-            **dict.fromkeys(AT_LEAST_ONE, 1),
-            "responses_per_prompt": 2 if self.algorithm_entry.compares else 1,
-        }
-        for name, minimum in minimums.items():
-            check_integer(name, getattr(self, name), least=minimum)
+        if self.resume is not None and self.out is not None:
+            raise ValueError(f"resume={self.resume} and out={self.out}: give one of them")
+
+    def _check_numbers(self) -> None:
+        """Check the range of every number."""
+        least = {**LEAST, "responses_per_prompt": 2 if self.algorithm_entry.group_relative else 1}
+        for name, minimum in least.items():
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, least=minimum)
+        if not self.seeds:
+            raise ValueError("seeds is empty: give at least one seed")
         for seed in self.seeds:
             check_seed("seeds", seed)
         for name in NOT_NEGATIVE:
@@ -195,45 +205,18 @@ class Train:
         check_sampling(self.temperature, self.top_p)
         check_positive("temperature", self.temperature)
         check_positive("plan_ahead", self.plan_ahead)
-        if self.planner not in TUNABLE and self.plan_ahead not in (type(self).plan_ahead, 1):
-            raise ValueError(
-                f"planner={self.planner} does not use plan_ahead={self.plan_ahead}, which is only for"
-                f" {' and '.join(TUNABLE)}"
-            )
         if self.plan_ahead > 1:
             raise ValueError(
                 f"plan_ahead={self.plan_ahead} must be at most 1: it is a share of the responses"
             )
-        if self.evaluate_every is not None:
-            check_integer("evaluate_every", self.evaluate_every, least=1)
-        self._check_division()
-        self._check_algorithm()
-        if self.routing == "recompute" and not self.replay:
-            raise ValueError(
-                "routing=recompute needs replay=True: it records the routing that updates replay"
-            )
         if self.float8_above is not None:
             check_not_negative("float8_above", self.float8_above)
-        elif self.float8_recompute:
-            raise ValueError(
-                "float8_recompute=True needs float8_above, the load above which ranks compute in float8"
-            )
-        if self.float8_recompute and self.routing == "recompute":
-            raise ValueError(
-                "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact, because"
-                " it records the routing that updates replay"
-            )
-        if not self.seeds:
-            raise ValueError("seeds is empty: give at least one seed")
         end = self.warmup_steps + self.steps
         if self.profile is not None and not self.warmup_steps <= self.profile < end:
             raise ValueError(
                 f"profile={self.profile} must be a learning step: at least warmup_steps={self.warmup_steps} and below"
                 f" warmup_steps + steps = {end}"
             )
-        if self.resume is not None and self.out is not None:
-            raise ValueError(f"resume={self.resume} and out={self.out}: give one of them")
-        self._check_memory()
 
     def _check_division(self) -> None:
         """Check that samples divide evenly over updates, ranks and micro-batches."""
@@ -247,7 +230,6 @@ class Train:
         of_updates = samples if self.updates == 1 else f"{samples} over updates={self.updates}"
         divisions = [(of_updates, "micro_batches", self.updates * self.micro_batches)]
         if self.recompute_micro_batches is not None:
-            check_integer("recompute_micro_batches", self.recompute_micro_batches, least=1)
             divisions.append((samples, "recompute_micro_batches", self.recompute_micro_batches))
         for dividend, name, number in divisions:
             if self.samples % (ranks * number):
@@ -255,26 +237,45 @@ class Train:
                     f"{dividend} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
                 )
 
+    def _check_planner(self) -> None:
+        """Check that settings of ReLibra's planners are for one of them."""
+        if self.planner in TUNABLE:
+            return
+        unused = [str(part) for part in (self.reorder, self.replicate) if part != type(part)()]
+        if self._plans_ahead:
+            unused.append(f"plan_ahead={self.plan_ahead}")
+        if unused:
+            raise ValueError(
+                f"planner={self.planner} does not use {unused[0]}, which is only for {' and '.join(TUNABLE)}"
+            )
+
     def _check_algorithm(self) -> None:
-        """Check the window, and that the settings of a critic or of DAPO belong to the algorithm."""
+        """Check that the settings of a critic or of DAPO belong to the algorithm."""
         entry = self.algorithm_entry
-        for name, used in (("critic", entry.critic), ("dapo", entry.mixed_groups)):
+        for name, used in (("critic", entry.critic), ("dapo", entry.dynamic_sampling)):
             part = getattr(self, name)
             if part != type(part)() and not used:
                 raise ValueError(f"algorithm={self.algorithm} does not use {part}")
-        if entry.mixed_groups and self.plan_ahead not in (type(self).plan_ahead, 1):
+        if entry.dynamic_sampling and self._plans_ahead:
             raise ValueError(
                 f"algorithm={self.algorithm} replaces prompts after their responses are scored, so plan_ahead="
                 f"{self.plan_ahead} cannot plan for them during generation"
             )
-        if entry.windows != (self.window is not None):
+
+    @property
+    def _plans_ahead(self) -> bool:
+        """Whether the settings ask for planning ahead. The default only allows it."""
+        return self.plan_ahead not in (type(self).plan_ahead, 1)
+
+    def _check_window(self) -> None:
+        """Check the window of T-PPO."""
+        if self.algorithm_entry.windows != (self.window is not None):
             raise ValueError(
                 f"algorithm={self.algorithm} with window={self.window}: tppo needs a window, and the other algorithms"
                 " have none"
             )
         if self.window is None:
             return
-        check_integer("window", self.window, least=1)
         if self.window < self.prompt_tokens:
             raise ValueError(
                 f"window={self.window} must be at least prompt_tokens={self.prompt_tokens}: every rollout runs the"
@@ -288,6 +289,22 @@ class Train:
             raise ValueError(
                 "algorithm=tppo needs routing=rollout: it replays the routing of the policies that sampled the tokens,"
                 " and routing=recompute records the routing of all tokens again"
+            )
+
+    def _check_routing(self) -> None:
+        """Check where routing is recorded and replayed, and where ranks compute in float8."""
+        if self.routing == "recompute" and not self.replay:
+            raise ValueError(
+                "routing=recompute needs replay=True: it records the routing that updates replay"
+            )
+        if self.float8_recompute and self.float8_above is None:
+            raise ValueError(
+                "float8_recompute=True needs float8_above, the load above which ranks compute in float8"
+            )
+        if self.float8_recompute and self.routing == "recompute":
+            raise ValueError(
+                "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact, because"
+                " it records the routing that updates replay"
             )
 
     def _check_memory(self) -> None:

@@ -40,7 +40,7 @@ class Responses(NamedTuple):
     """The prompt, then the response, then the padding token ``pad``, which is never read."""
     mask: Bool[Array, "B T"]
     """True on prompt and response."""
-    response: Bool[Array, "B T"]
+    response_mask: Bool[Array, "B T"]
     """True on sampled tokens, including the one that ends the response."""
     expert_ids: Integer[Array, "B T L K"]
     """The experts of every token of prompt and response, 0 at padding."""
@@ -140,7 +140,7 @@ def generate(
         raise ValueError(f"watch.every={watch.every} must be at least 1")
     has_prompt = np.asarray(lengths) > 0
     prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, room=max_new_tokens)
+    ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, max_new_tokens=max_new_tokens)
     sampling = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
     decode = functools.partial(
         _decode,
@@ -230,18 +230,19 @@ class _Prompts(NamedTuple):
         return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
-@nnx.jit(static_argnames=("parallel", "room"))
-def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertParallel, room: int):
+@nnx.jit(static_argnames=("parallel", "max_new_tokens"))
+def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertParallel, max_new_tokens: int):
     """Run the prompts; return the routing of their tokens and the state that decoding starts from."""
     samples, longest = prompt.tokens.shape
     tokens = jnp.where(prompt.mask, prompt.tokens, pad)
-    cache = policy.empty_cache(samples, longest + room, parallel)
+    cache = policy.empty_cache(samples, longest + max_new_tokens, parallel)
     output, cache = policy.extend(tokens, prompt.mask, cache, parallel=parallel)
     last = jnp.maximum(prompt.lengths - 1, 0)[:, None, None]
+    written = (samples, max_new_tokens)
     state = _State(
-        tokens=jnp.zeros((samples, room), jnp.int32),
-        expert_ids=jnp.zeros((samples, room, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
-        log_probs=jnp.zeros((samples, room), jnp.float32),
+        tokens=jnp.zeros(written, jnp.int32),
+        expert_ids=jnp.zeros((*written, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
+        log_probs=jnp.zeros(written, jnp.float32),
         cache=cache,
         logits=jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
         lengths=jnp.zeros(samples, jnp.int32),
@@ -304,11 +305,11 @@ def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
 @functools.partial(jax.jit, static_argnames="parallel")
 def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
     """Join every prompt and its response into one row, without a gap between them."""
-    longest, room = prompt.tokens.shape[1], state.tokens.shape[1]
-    position, lengths = jnp.arange(longest + room)[None], prompt.lengths[:, None]
+    longest, max_new_tokens = prompt.tokens.shape[1], state.tokens.shape[1]
+    position, lengths = jnp.arange(longest + max_new_tokens)[None], prompt.lengths[:, None]
     mask = position < lengths + state.lengths[:, None]
-    response = mask & (position >= lengths)
-    source = jnp.where(response, position - lengths + longest, jnp.minimum(position, longest))
+    response_mask = mask & (position >= lengths)
+    source = jnp.where(response_mask, position - lengths + longest, jnp.minimum(position, longest))
 
     def join(prompt_part, response_part, where, padding):
         both = jnp.concatenate([prompt_part, response_part], axis=1)
@@ -318,9 +319,9 @@ def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertP
     responses = Responses(
         tokens=join(prompt.tokens, state.tokens, mask, pad),
         mask=mask,
-        response=response,
+        response_mask=response_mask,
         expert_ids=join(prompt_ids, state.expert_ids, mask, 0),
-        log_probs=join(jnp.zeros(prompt.tokens.shape), state.log_probs, response, 0),
+        log_probs=join(jnp.zeros(prompt.tokens.shape), state.log_probs, response_mask, 0),
         ended=state.ended,
     )
     return jax.lax.with_sharding_constraint(responses, parallel.token_sharding)

@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 COORDINATOR: Final = "JAX_COORDINATOR_ADDRESS"
-BY_HAND: Final = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SLURM: Final = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""The variables by which JAX recognises Slurm. A shell in an allocation that is not a step of it has only some."""
+COUNT, INDEX = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 OPEN_MPI: Final = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+SLURM: Final = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 KUBERNETES: Final = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-COUNT_VARIABLES: Final = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
-INDEX_VARIABLES: Final = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+LAUNCHERS: Final = (
+    ((), (COUNT,), INDEX),
+    (OPEN_MPI, ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
+    (SLURM, ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "SLURM_PROCID"),
+    (KUBERNETES, (), "JOB_COMPLETION_INDEX"),
+)
+"""For each launcher the variables by which JAX recognises it, the numbers of processes, and the index of this one.
+
+A shell in an allocation of Slurm that is not a step of it has only some of the variables."""
 
 
 class Launch(NamedTuple):
@@ -51,19 +57,24 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     >>> find_launch({"JAX_COORDINATOR_ADDRESS": "node1:9000", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
     Launch(coordinator='node1:9000', num_processes=2, process_id=1, detect=False)
     """
-    numbers = _read_numbers(environment)
-    count, index = _agreed_number(numbers, COUNT_VARIABLES), _agreed_number(numbers, INDEX_VARIABLES)
-    coordinator = environment.get(COORDINATOR)
+    coordinator, has_client = environment.get(COORDINATOR), _has_kubernetes_client()
+    counts: dict[str, int] = {}
+    indices: dict[str, int] = {}
+    for variables, count_names, index_name in LAUNCHERS:
+        # The pods of an indexed job have an index even if they are independent of each other.
+        independent = variables == KUBERNETES and not (coordinator or has_client)
+        if not independent and all(name in environment for name in variables):
+            counts |= _read_numbers(environment, count_names, least=1)
+            indices |= _read_numbers(environment, (index_name,), least=0)
+    count, index = _agreed_number(counts), _agreed_number(indices)
     if count is not None and index is not None and index >= count:
         raise ValueError(
-            f"{_format(numbers)}: processes are counted from 0, so the last of {count} is {count - 1}"
+            f"{_format(counts | indices)}: processes are counted from 0, so the last of {count} is {count - 1}"
         )
-    if count == 1 or not (numbers or coordinator):
+    if count == 1 or not (counts or indices or coordinator):
         return None
-    detect = bool({"SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & numbers.keys()) or (
-        "JOB_COMPLETION_INDEX" in numbers and _has_kubernetes_client()
-    )
-    settings = {COORDINATOR: coordinator, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+    detect = any(name != INDEX and (name not in KUBERNETES or has_client) for name in indices)
+    settings = {COORDINATOR: coordinator, COUNT: count, INDEX: index}
     missing = [name for name, value in settings.items() if value is None]
     if missing and not detect:
         present = _format({name: value for name, value in settings.items() if value is not None})
@@ -73,41 +84,30 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     return Launch(coordinator, count, index, detect)
 
 
-def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
-    """Read the counts and indices that are set by hand, and those of every launcher that started this process."""
-    names = [*BY_HAND]
-    for launcher in (OPEN_MPI, SLURM):
-        if all(name in environment for name in launcher):
-            names += launcher
-    # The pods of an indexed job have an index even if they are independent of each other.
-    distributed = COORDINATOR in environment or _has_kubernetes_client()
-    if distributed and all(name in environment for name in KUBERNETES):
-        names += KUBERNETES
-    numbers = {}
-    for name in (*COUNT_VARIABLES, *INDEX_VARIABLES):
-        of_step = name == "SLURM_STEP_NUM_TASKS" and "SLURM_NTASKS" in names
-        if (name in names or of_step) and name in environment:
-            text, minimum = environment[name], int(name in COUNT_VARIABLES)
-            if not text.isdecimal() or int(text) < minimum:
-                raise ValueError(f"{name}={text!r} must be a whole number of at least {minimum}")
-            numbers[name] = int(text)
-    return numbers
-
-
 def _has_kubernetes_client() -> bool:
     """Return whether the package is installed with which JAX asks Kubernetes for the number of processes."""
     return importlib.util.find_spec("kubernetes") is not None
 
 
-def _agreed_number(numbers: dict[str, int], names: tuple[str, ...]) -> int | None:
-    """Return the number on which all these variables agree, or None if none of them is set."""
-    values = {name: numbers[name] for name in names if name in numbers}
-    if len(set(values.values())) > 1:
+def _read_numbers(environment: Mapping[str, str], names: tuple[str, ...], *, least: int) -> dict[str, int]:
+    """Read those of the named variables that are set."""
+    numbers = {}
+    for name in names:
+        if (text := environment.get(name)) is not None:
+            if not text.isdecimal() or int(text) < least:
+                raise ValueError(f"{name}={text!r} must be a whole number of at least {least}")
+            numbers[name] = int(text)
+    return numbers
+
+
+def _agreed_number(numbers: dict[str, int]) -> int | None:
+    """Return the number on which all variables agree, or None if there are none."""
+    if len(set(numbers.values())) > 1:
         raise ValueError(
-            f"{_format(values)} contradict each other; unset the variable of the launcher that did not start Python"
-            f" (env -u {list(values)[-1]} python ...)"
+            f"{_format(numbers)} contradict each other; unset the variable of the launcher that did not start Python"
+            f" (env -u {list(numbers)[-1]} python ...)"
         )
-    return next(iter(values.values()), None)
+    return next(iter(numbers.values()), None)
 
 
 def _format(numbers: Mapping[str, object]) -> str:

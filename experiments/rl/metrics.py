@@ -12,6 +12,8 @@ WARM_UP, LEARN, EVALUATE = "warm-up", "learn", "evaluation"
 """The kinds of lines: a supervised update, a learning step from a batch of responses, an evaluation."""
 FAILURES: Final = "failures"
 """The key, in a line of metrics, of the first failures of reward functions: the sample and the error of each."""
+SHOWN_FAILURES: Final = 3
+"""The maximum number of failures in a line of metrics."""
 
 
 class Metric(NamedTuple):
@@ -191,9 +193,15 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
 """All metrics by name."""
 
 ALGORITHM_METRICS: Final = (
-    *("reward/overlong", "reward/replaced_prompts", "reward/equal_prompts"),
-    *("response/carried", "response/unfinished", "response/most_policies"),
-    *("critic/loss", "critic/explained_variance", "critic/not_finite"),
+    "reward/overlong",
+    "reward/replaced_prompts",
+    "reward/equal_prompts",
+    "response/carried",
+    "response/unfinished",
+    "response/most_policies",
+    "critic/loss",
+    "critic/explained_variance",
+    "critic/not_finite",
 )
 """The metrics of some algorithms only, null in the lines of the others."""
 

@@ -24,18 +24,18 @@ LONGEST_LINE: Final = 1000
 """The maximum number of characters that are read of an introduction."""
 
 
-class Door:
+class Listener:
     """The server of the first process, to which the others connect with a password."""
 
     def __init__(self) -> None:
-        self.server, self.password = socket.create_server(("", 0)), secrets.token_hex(16)
+        self._server, self.password = socket.create_server(("", 0)), secrets.token_hex(16)
 
     @property
     def port(self) -> int:
         """The port that the others connect to."""
-        return self.server.getsockname()[1]
+        return self._server.getsockname()[1]
 
-    def admit(self, count: int) -> dict[str, socket.socket]:
+    def accept(self, count: int) -> dict[str, socket.socket]:
         """Wait until ``count`` processes have connected with the password.
 
         Returns:
@@ -44,21 +44,21 @@ class Door:
         Raises:
             OSError: if a process does not connect in time.
         """
-        admitted: dict[str, socket.socket] = {}
-        self.server.settimeout(CONNECT_SECONDS)
-        while len(admitted) < count:
-            connection, _ = self.server.accept()
+        connections: dict[str, socket.socket] = {}
+        self._server.settimeout(CONNECT_SECONDS)
+        while len(connections) < count:
+            connection, _ = self._server.accept()
             connection.settimeout(CONNECT_SECONDS)
-            password, name = _introduction(connection)
+            password, name = _read_introduction(connection)
             if secrets.compare_digest(password, self.password):
-                admitted[name] = connection
+                connections[name] = connection
             else:
                 connection.close()
-        self.server.close()
-        return admitted
+        self._server.close()
+        return connections
 
 
-def _introduction(connection: socket.socket) -> tuple[str, str]:
+def _read_introduction(connection: socket.socket) -> tuple[str, str]:
     """Read the password and the name that a new connection sends. Both are empty if it sends something else."""
     with contextlib.suppress(OSError, UnicodeDecodeError), connection.makefile() as file:
         password, _, name = file.readline(LONGEST_LINE).rstrip("\n").partition(" ")
@@ -67,13 +67,13 @@ def _introduction(connection: socket.socket) -> tuple[str, str]:
     return "", ""
 
 
-def enter(host: str, port: int, password: str, name: str) -> socket.socket:
+def connect(host: str, port: int, password: str, name: str) -> socket.socket:
     """Connect to the first process, and send password and name.
 
     Args:
         host: the host of the first process.
-        port: the port of its door.
-        password: the password of its door.
+        port: the port of its listener.
+        password: the password of its listener.
         name: the name of this process.
 
     Returns:

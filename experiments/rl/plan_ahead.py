@@ -46,7 +46,7 @@ class PlanAhead:
         """The watch to pass to `experiments.rl.generation.generate`. None if the run does not plan ahead."""
         config = self._config
         # DAPO may still replace the prompts, so the batch is not known yet.
-        if config.planner not in TUNABLE or config.plan_ahead == 1 or config.algorithm_entry.mixed_groups:
+        if config.planner not in TUNABLE or config.plan_ahead == 1 or config.algorithm_entry.dynamic_sampling:
             return None
         return Watch(config.watch_every, self._start_search)
 

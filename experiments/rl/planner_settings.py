@@ -1,9 +1,15 @@
-"""The planner settings of a run: how ReLibra's planners place and replicate experts, and how samples are assigned."""
+"""How a run plans: how ReLibra's planners place and replicate experts, how samples are assigned, and the price."""
 
 import dataclasses
 import functools
-from typing import Final
+from typing import Final, Literal
 
+from jax.sharding import Mesh
+
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.models import Model
+from relibra_jax.models import ModelConfig
+from relibra_jax.nnx.derived_cost import cluster_of
 from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -48,3 +54,46 @@ def tuned_planner(name: str, reorder: Reorder, replicate: Replicate) -> PlannerE
 def annealed(steps: int) -> Assign:
     """Return the assignment of samples with a number of annealing steps. Equal numbers give the same object."""
     return functools.partial(assign_samples, steps=steps)
+
+
+def price_of(
+    price: str, model: ModelConfig, mesh: Mesh, *, recompute: bool
+) -> CostModel | Literal["balance"]:
+    """Return the price for which the balancer of a run plans.
+
+    It is of one pass over the batch: more epochs repeat all of it except the moves of experts, which then weigh too
+    much and so are made too rarely.
+
+    Args:
+        price: the name of the price, ``time`` or ``balance``.
+        model: the architecture and sizes of the model.
+        mesh: the device mesh of the model, whose devices determine the cluster.
+        recompute: whether the recompute follows a plan. If it routes live, no plan changes its time.
+    """
+    if price == "balance":
+        return "balance"
+    return CostModel(cluster=cluster_of(mesh.devices.flat[0]), model=sizes_of(model), recompute=recompute)
+
+
+def sizes_of(config: ModelConfig) -> Model:
+    """Return the sizes of a model that determine its time.
+
+    >>> from experiments.rl.policy import POLICIES
+    >>> sizes = sizes_of(POLICIES["tiny"])
+    >>> sizes.moe_layers, sizes.width, sizes.attention_params
+    (4, 64, 12288)
+    """
+    return Model(
+        moe_layers=config.moe_layers,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        width=config.width,
+        expert_width=config.expert_width,
+        shared_width=config.shared_width,
+        attention_params=2 * config.width * config.head_width * (config.heads + config.kv_heads),
+        attention_width=2 * config.heads * config.head_width,
+        cache_width=2 * config.kv_heads * config.head_width,
+        cache_heads=config.kv_heads,
+        heads=config.heads,
+        vocabulary=config.vocabulary,
+    )

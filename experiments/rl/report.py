@@ -22,8 +22,10 @@ SMOOTH: Final = 7
 PHASE_STYLES: Final = {"plan": (SERIES[5], "-"), "migrate": (SERIES[3], "--"), "size": (SERIES[0], "-.")}
 """The colour and the line style of each phase of planning."""
 PANELS: Final = (
-    *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
-    *("ms per step", "tokens/s, generation to update"),
+    f"reward, mean of {SMOOTH} steps",
+    "imbalance of each micro-batch",
+    "ms per step",
+    "tokens/s, generation to update",
 )
 """The labels of the panels in the figure."""
 COLUMNS: Final = (

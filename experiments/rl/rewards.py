@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from experiments.rl.processes import from_first
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.contract.types import Array
@@ -27,11 +28,22 @@ def unscored(samples: int) -> Rewards:
     return Rewards(np.zeros(samples, np.float32), np.zeros(samples, bool), [])
 
 
+def share_rewards(rewards: Rewards) -> Rewards:
+    """Send the rewards of the first process to all others. The texts of failures stay on the first process."""
+    reward, scored = from_first((rewards.reward, rewards.scored))
+    return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
+
+
+def mean_or_none(rewards: Float[np.ndarray, " samples"]) -> float | None:
+    """Return the mean, or None if there are no rewards."""
+    return float(rewards.mean()) if rewards.size else None
+
+
 def score_responses(
     task: Task,
     examples: list[Example],
     tokens: Int[Array, "B T"],
-    response: Bool[Array, "B T"],
+    response_mask: Bool[Array, "B T"],
     tokenizer: Tokenizer = BYTES,
     *,
     finished: Bool[Array, " B"] | None = None,
@@ -42,7 +54,7 @@ def score_responses(
         task: the task with the reward function. Its exceptions are caught and reported in ``failures``.
         examples: the example that each sample responds to.
         tokens: the prompt and the response of each sample.
-        response: True on sampled tokens.
+        response_mask: True on sampled tokens.
         tokenizer: the tokenizer that decodes the sampled tokens.
         finished: False for unfinished responses, which get no reward yet. None if all have finished.
 
@@ -51,14 +63,14 @@ def score_responses(
 
     >>> from experiments.rl.tasks import TASKS
     >>> tokens = np.array([[257, 52, 258], [257, 53, 258]])
-    >>> examples, response = [Example("2+2=", "4")] * 2, np.array([[False, True, True]] * 2)
-    >>> score_responses(TASKS["add"], examples, tokens, response).reward.tolist()
+    >>> examples, response_mask = [Example("2+2=", "4")] * 2, np.array([[False, True, True]] * 2)
+    >>> score_responses(TASKS["add"], examples, tokens, response_mask).reward.tolist()
     [1.0, 0.0]
     """
     scored = np.ones(len(examples), bool) if finished is None else np.array(finished)
     reward, failures = np.zeros(len(examples), np.float32), []
     for sample in np.flatnonzero(scored):
-        example, sampled = examples[sample], np.asarray(tokens[sample])[response[sample]]
+        example, sampled = examples[sample], np.asarray(tokens[sample])[response_mask[sample]]
         completion = tokenizer.decode(sampled.tolist())
         try:
             value = float(task.score(completion, example))

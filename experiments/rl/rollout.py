@@ -17,9 +17,9 @@ from experiments.float8.hot_ranks import in_float8
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
 from experiments.rl.generation import Responses, Watch, generate
-from experiments.rl.processes import from_first, is_first, on_every_host
+from experiments.rl.processes import is_first, on_every_host
 from experiments.rl.prompts import Prompts
-from experiments.rl.rewards import Rewards, score_responses, unscored
+from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share_rewards, unscored
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
@@ -35,7 +35,7 @@ class Rollout(NamedTuple):
 
     responses: Responses
     """The prompts with all tokens of their responses so far, on the host."""
-    new: Bool[Array, "B T"]
+    new_mask: Bool[Array, "B T"]
     """True on the tokens that were sampled in this step. Other response tokens come from earlier steps."""
     finished: Bool[Array, " B"]
     """False for responses that the next rollout continues."""
@@ -43,7 +43,7 @@ class Rollout(NamedTuple):
     """A function that waits for the rewards and returns them. All processes call it, once."""
     carried: Carried | None
     """The unfinished responses for the next rollout. None for algorithms that finish all responses."""
-    tokens: int
+    tokens_run: int
     """The number of tokens that the model ran on in all rollouts of the step, with prompts and replaced samples."""
     metrics: dict[str, Any]
     """The metrics of how the responses were sampled, by name."""
@@ -76,20 +76,23 @@ class Sampler:
         entry = self.config.algorithm_entry
         if entry.windows:
             return self._window(executor, watch, clock)
-        if entry.mixed_groups:
-            return self._mixed_groups(executor, clock)
+        if entry.dynamic_sampling:
+            return self._dynamic_sampling(executor, clock)
         examples = self.examples(self.state.step)
         with clock("generate"):
             responses = self.respond(examples, self._key(), watch=watch)
         scoring = executor.submit(self.score, examples, responses, clock)
-        finished = np.ones(len(examples), bool)
         return Rollout(
-            *(responses, responses.response, finished, lambda: share_rewards(scoring.result()), None),
-            tokens=int(responses.mask.sum()),
+            responses,
+            new_mask=responses.response_mask,
+            finished=np.ones(len(examples), bool),
+            rewards=lambda: share_rewards(scoring.result()),
+            carried=None,
+            tokens_run=int(responses.mask.sum()),
             metrics={},
         )
 
-    def _mixed_groups(self, executor: Executor, clock: StepClock) -> Rollout:
+    def _dynamic_sampling(self, executor: Executor, clock: StepClock) -> Rollout:
         """Make rollouts until enough prompts have rewards that differ, or the maximum number of rollouts is reached."""
         config, per_prompt = self.config, self.config.responses_per_prompt
         rollouts: list[tuple[Responses, Rewards]] = []
@@ -106,19 +109,22 @@ class Sampler:
         chosen = choose_prompts(differ, config.prompts)
         samples = (chosen[:, None] * per_prompt + np.arange(per_prompt)).reshape(-1)
         all_responses, all_rewards = zip(*rollouts, strict=True)
-        responses = Responses(
-            *(np.concatenate(leaves)[samples] for leaves in zip(*all_responses, strict=True))
+        responses = jax.tree.map(lambda *leaves: np.concatenate(leaves)[samples], *all_responses)
+        reward = np.concatenate([rewards.reward for rewards in all_rewards])
+        scored = np.concatenate([rewards.scored for rewards in all_rewards])
+        penalty = overlong_penalty(responses.response_mask.sum(1), config.response_tokens, config.dapo)
+        shaped = Rewards(
+            np.where(scored[samples], reward[samples] - penalty, 0),
+            scored[samples],
+            [failure for rewards in all_rewards for failure in rewards.failures],
         )
-        reward, scored = (
-            np.concatenate([getattr(rewards, name) for rewards in all_rewards])
-            for name in ("reward", "scored")
-        )
-        penalty = overlong_penalty(responses.response.sum(1), config.response_tokens, config.dapo)
-        failures = [failure for rewards in all_rewards for failure in rewards.failures]
-        shaped = Rewards(np.where(scored[samples], reward[samples] - penalty, 0), scored[samples], failures)
         return Rollout(
-            *(responses, responses.response, np.ones(len(samples), bool), lambda: shaped, None),
-            tokens=sum(int(each.mask.sum()) for each in all_responses),
+            responses,
+            new_mask=responses.response_mask,
+            finished=np.ones(len(samples), bool),
+            rewards=lambda: shaped,
+            carried=None,
+            tokens_run=sum(int(each.mask.sum()) for each in all_responses),
             metrics={
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
@@ -138,13 +144,16 @@ class Sampler:
         with clock("generate"):
             window = self._generate(rows.tokens[:, :context], rows.lengths, config.window, self._key(), watch)
         responses = join_windows(rows, window)
-        lengths = responses.response.sum(1)
+        lengths = responses.response_mask.sum(1)
         finished = responses.ended | (lengths == config.response_tokens)
         scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
-            *(responses, window.response, finished, lambda: share_rewards(scoring.result())),
+            responses,
+            new_mask=window.response_mask,
+            finished=finished,
+            rewards=lambda: share_rewards(scoring.result()),
             carried=carry_unfinished(rows, responses, finished, step=state.step),
-            tokens=int(responses.mask.sum()),
+            tokens_run=int(responses.mask.sum()),
             metrics={
                 "response/carried": int((~rows.free).sum()),
                 "response/unfinished": int((~finished).sum()),
@@ -164,7 +173,8 @@ class Sampler:
         Raises:
             ValueError: if a carried response belongs to a different prompt than the current settings draw.
         """
-        rows = fill_free_rows(carried, *self.prompts.encode(self.examples(self.state.step)))
+        prompts, prompt_lengths = self.prompts.encode(self.examples(self.state.step))
+        rows = fill_free_rows(carried, prompts, prompt_lengths)
         steps = np.where(rows.free, self.state.step, rows.drawn)
         by_step = {step: self.examples(step) for step in np.unique(steps).tolist()}
         examples = [by_step[step][row] for row, step in enumerate(steps.tolist())]
@@ -185,7 +195,8 @@ class Sampler:
 
     def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Responses:
         """Sample a whole response to each example's prompt, with random keys of their own, and copy all to the host."""
-        return self._generate(*self.prompts.encode(examples), self.config.response_tokens, key, watch)
+        prompts, lengths = self.prompts.encode(examples)
+        return self._generate(prompts, lengths, self.config.response_tokens, key, watch)
 
     def score(
         self,
@@ -208,8 +219,14 @@ class Sampler:
         with clock("score"):
             if not is_first():
                 return unscored(len(examples))
-            texts = (responses.tokens, responses.response, self.prompts.tokenizer)
-            return score_responses(self.prompts.task, examples, *texts, finished=finished)
+            return score_responses(
+                self.prompts.task,
+                examples,
+                responses.tokens,
+                responses.response_mask,
+                self.prompts.tokenizer,
+                finished=finished,
+            )
 
     def _generate(
         self,
@@ -239,14 +256,3 @@ class Sampler:
 
     def _key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), self.state.step)
-
-
-def share_rewards(rewards: Rewards) -> Rewards:
-    """Send the rewards of the first process to all others. The texts of failures stay on the first process."""
-    reward, scored = from_first((rewards.reward, rewards.scored))
-    return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
-
-
-def mean_or_none(values: np.ndarray) -> float | None:
-    """Return the mean, or None if there are no values."""
-    return float(values.mean()) if values.size else None

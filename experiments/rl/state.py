@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.model_memory import check_training_memory
-from experiments.rl.agent import make_agent
 from experiments.rl.configs import Train
-from experiments.rl.prices import price_of
+from experiments.rl.planner_settings import price_of
+from experiments.rl.policy import make_agent
 from experiments.rl.windows import Carried, carry_nothing
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
@@ -26,8 +26,6 @@ SECOND_MOMENT: Final = 0.95
 """The decay of AdamW's second moment. It forgets the larger gradients of the warm-up within a few updates."""
 FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes at the start of a run. None counts those of the first batch."""
-
-
 SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
 CARRIED_SETTINGS: Final = ("window", "response_tokens", "prompt_tokens", "samples")
@@ -68,7 +66,7 @@ class State:
             num_layers=config.model_config.moe_layers,
             num_micro_batches=config.micro_batches,
             key=planning,
-            cost=price_of(config, mesh),
+            cost=price_of(config.price, config.model_config, mesh, recompute=config.routing == "rollout"),
             assign=config.assign,
             rows="packed" if config.pack_rows else "padded",
         )
@@ -79,7 +77,8 @@ class State:
         """The responses that the last rollout left unfinished. None for algorithms that finish all responses."""
         if config.algorithm_entry.windows:
             self.carried = carry_nothing(
-                *(config.samples, config.prompt_tokens + config.response_tokens),
+                config.samples,
+                config.prompt_tokens + config.response_tokens,
                 layers=config.model_config.moe_layers,
                 top_k=config.model_config.top_k,
                 dtype=id_dtype(config.model_config.num_experts),
@@ -109,9 +108,7 @@ class State:
                     f" {name}={value}"
                 )
         self.step, extra = restore_training(
-            *(manager, self.agent, self.optimizer, self.balancer),
-            extra=self._extra(),
-            verify=verify,
+            manager, self.agent, self.optimizer, self.balancer, extra=self._extra(), verify=verify
         )
         self.carried = extra["carried"]
 

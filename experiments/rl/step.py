@@ -6,6 +6,7 @@ of rows that every slot computed, so that `relibra_jax.nnx.check_executed` can c
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,10 +16,9 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
-from experiments.rl.agent import Agent, token_values
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
-from experiments.rl.policy import token_log_probs
+from experiments.rl.policy import Agent, token_log_probs, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
@@ -29,14 +29,14 @@ from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 
 
-class CriticBatch(NamedTuple):
+class CriticTargets(NamedTuple):
     """The training targets of the critic, in the layout of the samples."""
 
-    weight: Float[Array, "*M B T"]
-    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a target."""
-    target: Float[Array, "*M B T"]
-    """The values that the critic learns."""
-    old_value: Float[Array, "*M B T"]
+    weights: Float[Array, "*M B T"]
+    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a return."""
+    returns: Float[Array, "*M B T"]
+    """The returns, which the critic learns."""
+    old_values: Float[Array, "*M B T"]
     """The values before the updates, from `recompute`."""
 
 
@@ -53,22 +53,22 @@ class TrainingBatch(NamedTuple):
     """True on tokens that the model runs on."""
     expert_ids: Integer[Array, "*M B T L K"] | None = None
     """The recorded routing. None without a record."""
-    weight: Float[Array, "*M B T"] | None = None
-    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a target."""
-    advantage: Float[Array, "*M B T"] | None = None
+    weights: Float[Array, "*M B T"] | None = None
+    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens that are not learned from."""
+    advantages: Float[Array, "*M B T"] | None = None
     """The advantages, from `experiments.rl.algorithms`. None in supervised learning."""
-    old_log_prob: Float[Array, "*M B T"] | None = None
+    old_log_probs: Float[Array, "*M B T"] | None = None
     """The log-probabilities before the updates, from `recompute`. None in supervised learning."""
-    critic: CriticBatch | None = None
+    critic: CriticTargets | None = None
     """The training targets of the critic. None without a critic, and in supervised learning."""
     packing: RowPacking | None = None
     """The samples in each row, if rows hold several (`PreparedBatch.packing`); ``B`` is then the number of rows."""
 
 
-class Recomputed(NamedTuple):
-    """The results of a recompute for its micro-batches, on the devices."""
+class RecomputeOutput(NamedTuple):
+    """The output of `recompute` for its micro-batches, on the devices."""
 
-    log_prob: Float[Array, "M B T"]
+    log_probs: Float[Array, "M B T"]
     """The log-probabilities, float32. Entry t belongs to token t."""
     load: Int[Array, "M L N G E"]
     """The load of the routing that ran."""
@@ -76,8 +76,8 @@ class Recomputed(NamedTuple):
     """The number of rows that every slot computed."""
     expert_ids: Integer[Array, "M B T L K"] | None
     """The routing that ran, in the smallest dtype that holds it. None unless it is recorded."""
-    value: Float[Array, "M B T"] | None
-    """The values of the states before tokens, float32, from `experiments.rl.agent.token_values`. None without a
+    values: Float[Array, "M B T"] | None
+    """The values of the states before tokens, float32, from `experiments.rl.policy.token_values`. None without a
     critic."""
 
 
@@ -132,7 +132,7 @@ def recompute(
     *,
     temperature: float,
     record: bool = False,
-) -> Recomputed:
+) -> RecomputeOutput:
     """Compute the log-probabilities of the batch's tokens under the current agent, and the values if it has a critic.
 
     Args:
@@ -153,11 +153,11 @@ def recompute(
         if residents is not None:
             layers = layers._replace(residents=residents.weights)
         agent = nnx.merge(graph, state)
-        output, log_prob = _run(agent.policy, samples, layers, batch.parallel, temperature)
+        output, log_probs = _run(agent.policy, samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
-        value = None if agent.critic is None else token_values(agent.critic, output.hidden)
-        return None, Recomputed(log_prob, load, output.slot_rows, ids, value)
+        values = None if agent.critic is None else token_values(agent.critic, output.hidden)
+        return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
 
     return jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
 
@@ -199,20 +199,24 @@ def update(
 
     def objective(agent, samples, layers):
         model = agent.policy
-        output, log_prob = _run(model, samples, layers, batch.parallel, temperature)
+        output, log_probs = _run(model, samples, layers, batch.parallel, temperature)
         if clip is None:
-            policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
+            policy = PolicyLoss(supervised_loss(log_probs, samples.weights), jnp.zeros(()), jnp.zeros(()))
         else:
-            policy_inputs = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
-            policy = policy_loss(*policy_inputs, clip_low=clip.low, clip_high=clip.high)
+            policy = policy_loss(
+                log_probs,
+                samples.old_log_probs,
+                samples.advantages,
+                samples.weights,
+                clip_low=clip.low,
+                clip_high=clip.high,
+            )
         critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
-            weight, target, old_value = samples.critic
-            value = token_values(agent.critic, output.hidden, weight > 0)
-            critic_loss, factor = (
-                value_loss(value, old_value, target, weight, clip=critic.clip),
-                critic.factor,
-            )
+            weights, returns, old_values = samples.critic
+            values = token_values(agent.critic, output.hidden, weights > 0)
+            critic_loss = value_loss(values, old_values, returns, weights, clip=critic.clip)
+            factor = critic.factor
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
@@ -223,6 +227,25 @@ def update(
     optimizer.update(agent, gradients)
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), *counts)
+
+
+def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
+    """Join the metrics of the updates of one pass: average the numbers, and concatenate the micro-batches' counts."""
+    return metrics[0] if len(metrics) == 1 else _join_metrics(list(metrics))
+
+
+@jax.jit
+def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
+    def mean(*values):
+        return jnp.stack(values).mean(0)
+
+    def join(*counts):
+        return jnp.concatenate(counts)
+
+    policy, critic, norm, *counts = zip(*metrics, strict=True)
+    return StepMetrics(
+        jax.tree.map(mean, *policy), mean(*critic), mean(*norm), *(join(*parts) for parts in counts)
+    )
 
 
 def _run(
@@ -236,8 +259,8 @@ def _run(
     expert_ids = None if layers is None else samples.expert_ids
     packing = samples.packing
     output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel, packing=packing)
-    log_prob = token_log_probs(output.logits, samples.tokens, temperature=temperature, packing=packing)
-    return output, log_prob
+    log_probs = token_log_probs(output.logits, samples.tokens, temperature=temperature, packing=packing)
+    return output, log_probs
 
 
 def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:

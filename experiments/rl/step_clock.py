@@ -1,8 +1,9 @@
-"""The clock of a step, which measures its named phases and the whole step. A profile shows the same names."""
+"""The clock of a step, which measures its named phases and the whole step, and profiles, which show the same names."""
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import jax
@@ -41,6 +42,25 @@ class StepClock:
         return {"time/step_seconds": step} | {
             f"time/{name}_seconds": seconds for name, seconds in self.phases.items()
         }
+
+
+@contextlib.contextmanager
+def profiled(folder: Path | None) -> Iterator[None]:
+    """Write a profiler trace of the block into a folder.
+
+    The trace names the phases of a step on the host, and the operations of the layers in programs;
+    docs/guides/metrics.md lists these names. It leaves out calls of Python functions, which would be most of it.
+
+    Args:
+        folder: the folder of the trace. None writes no trace.
+    """
+    if folder is None:
+        yield
+        return
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(folder, profiler_options=options):
+        yield
 
 
 PLANNING: Final = ("plan", "size", "migrate")

@@ -5,41 +5,45 @@ numbers as one that was never stopped, and on the same mesh it computes the same
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
-import relibra_jax
-from experiments.rl.algorithms import Lessons
+from experiments.rl.algorithms import Targets
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
-from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, WARM_UP
+from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, SHOWN_FAILURES, WARM_UP
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import check_same, on_every_host
 from experiments.rl.prompts import Prompts, find_tokenizer
-from experiments.rl.rewards import Rewards
-from experiments.rl.rollout import Rollout, Sampler, mean_or_none, share_rewards
+from experiments.rl.rewards import Rewards, mean_or_none, share_rewards
+from experiments.rl.rollout import Sampler
 from experiments.rl.stages import (
-    BatchLessons,
-    OldPolicy,
+    RecomputeResult,
     Stages,
-    join_metrics,
+    prepare_live,
     prepare_stages,
     recompute_live,
     recompute_planned,
-    start_critic,
-    teach,
-    with_lessons,
 )
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, recompute, update
-from experiments.rl.step_clock import StepClock, exposed_seconds
+from experiments.rl.step import StepMetrics, TrainingBatch, join_metrics, recompute, update
+from experiments.rl.step_clock import StepClock
+from experiments.rl.step_metrics import (
+    measure_critic,
+    measure_phases,
+    measure_policy,
+    measure_responses,
+    measure_rewards,
+    measure_speed,
+)
+from experiments.rl.targets import add_targets, compute_targets, initialize_critic
 from experiments.rl.tasks import Task, find_task
 from experiments.rl.tokens import Tokenizer
 from relibra_jax.contract.types import RoutingReplay
@@ -48,8 +52,6 @@ from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
 
-SHOWN_FAILURES: Final = 3
-"""The maximum number of reward-function failures in a line of metrics."""
 SUPERVISED, EVALUATION = 0, 2
 """Parts of the seeds of examples and random keys, for the warm-up and evaluations; see
 `experiments.rl.rollout.PROMPTS`."""
@@ -118,20 +120,22 @@ class Trainer:
         check_same(tokens, "supervised samples")
         position = np.arange(tokens.shape[1])[None]
         mask = position < np.array([len(text) for text in texts])[:, None]
-        answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
-        weight = token_weights(answer, token_level=True)
+        answer_mask = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
+        weights = token_weights(answer_mask, token_level=True)
         with clock("update"):
             batch = self.prepare_live()
-            samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
+            samples = batch.to_ranks(TrainingBatch(tokens, mask, weights=weights))
             # The load of live routing is known only after a run, so a recompute counts it.
             batch_load = recompute(state.agent, batch, samples, temperature=1.0).load.sum((0, 2, 3))
-            metrics = update(
-                *(state.agent, state.optimizer, batch, samples, batch_load), balance=config.balance
-            )
+            metrics = update(state.agent, state.optimizer, batch, samples, batch_load, balance=config.balance)
             metrics = on_every_host(metrics, self.mesh)
-            loss = self._check_finite(metrics)
+            self._check_finite(metrics)
         state.step += 1
-        return {"kind": WARM_UP, "warmup/loss": loss, **_speed(int(mask.sum()), clock)}
+        return {
+            "kind": WARM_UP,
+            "warmup/loss": float(metrics.policy.loss),
+            **measure_speed(int(mask.sum()), clock),
+        }
 
     def learn(self) -> dict[str, Any]:
         """Sample responses to one batch of prompts, learn from them, and return the metrics of the step."""
@@ -140,57 +144,36 @@ class Trainer:
         with ThreadPoolExecutor(2) as executor:
             plan_ahead = PlanAhead(state, config, executor, clock)
             rollout = self.sampler.roll_out(executor, plan_ahead.watch, clock)
-            responses = rollout.responses
-            if config.routing == "recompute":
-                with clock("recompute"):
-                    responses, old = recompute_live(state, config, responses)
-            with clock("plan"):
-                plan_ahead_seconds = plan_ahead.wait()
-            stages = self.prepare(responses, clock)
-            if config.routing == "rollout":
-                with clock("recompute"):
-                    float8 = config.float8_rollout if config.float8_recompute else None
-                    old = recompute_planned(state, config, stages, float8=float8)
+            stages, recomputed = self._plan_and_recompute(rollout.responses, plan_ahead, clock)
             with clock("score_wait"):
                 rewards = rollout.rewards()
         with clock("update"):
-            old = start_critic(state, config, rollout, rewards, old)
-            batch_lessons = teach(config, rollout, rewards, old)
-            metrics = self.update(stages, batch_lessons.lessons, old)
-            loss = self._check_finite(metrics)
-        num_tokens = int(responses.mask.sum())
-        times, exposed = _speed(num_tokens, clock), exposed_seconds(clock.phases)
+            recomputed = initialize_critic(state, config, rollout, rewards, recomputed)
+            targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
+            metrics = self.update(stages, targets, recomputed)
+            self._check_finite(metrics)
+        num_tokens = int(rollout.responses.mask.sum())
+        speed = measure_speed(num_tokens, clock)
         state.step += 1
         state.carried = rollout.carried
         return {
             "kind": LEARN,
             **dict.fromkeys(ALGORITHM_METRICS),
-            "reward/mean": mean_or_none(rewards.reward[rewards.scored]),
-            "reward/failed": len(rewards.failures),
-            FAILURES: rewards.failures[:SHOWN_FAILURES],
-            **_measure_responses(rollout),
+            **measure_rewards(rewards),
+            **measure_responses(rollout),
             **rollout.metrics,
-            "policy/loss": loss,
-            "policy/clipped_share": float(metrics.policy.clipped),
-            "policy/kl": float(metrics.policy.kl),
-            "policy/gradient_norm": float(metrics.gradient_norm),
-            **_measure_critic(batch_lessons, old, metrics),
+            **measure_policy(metrics),
+            **measure_critic(targets, recomputed, metrics, not_finite),
             **measure_batch(
-                [stage.batch for stage in stages.updates],
-                metrics,
-                num_tokens,
-                live=not config.replay,
+                [stage.batch for stage in stages.updates], metrics, num_tokens, live=not config.replay
             ),
             **self._model_times(stages),
-            "balance/imbalance_recompute": old.imbalance,
+            "balance/imbalance_recompute": recomputed.imbalance,
             "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
-            **times,
-            "time/count_seconds": clock.phases.get("count"),
-            "time/plan_ahead_seconds": plan_ahead_seconds,
-            "time/exposed_seconds": sum(exposed.values()),
-            **{f"time/exposed_{name}_seconds": seconds for name, seconds in exposed.items()},
-            "batch/tokens_run": rollout.tokens + (1 + config.epochs) * num_tokens,
-            "speed/response_tokens_per_second": float(rollout.new.sum() / clock.phases["generate"]),
+            "batch/tokens_run": rollout.tokens_run + (1 + config.epochs) * num_tokens,
+            **speed,
+            **measure_phases(clock, plan_ahead.wait()),
+            "speed/response_tokens_per_second": float(rollout.new_mask.sum() / clock.phases["generate"]),
             "speed/update_tokens_per_second": config.epochs * num_tokens / clock.phases["update"],
         }
 
@@ -212,6 +195,23 @@ class Trainer:
             FAILURES: failures[:SHOWN_FAILURES],
         }
 
+    def _plan_and_recompute(
+        self, responses: Responses, plan_ahead: PlanAhead, clock: StepClock
+    ) -> tuple[Stages, RecomputeResult]:
+        """Plan the batch and recompute its log-probabilities, in the order that ``config.routing`` needs."""
+        config, state = self.config, self.state
+        if config.routing == "recompute":
+            with clock("recompute"):
+                responses, recomputed = recompute_live(state, config, responses)
+        with clock("plan"):
+            plan_ahead.wait()
+        stages = self.prepare(responses, clock)
+        if config.routing == "rollout":
+            with clock("recompute"):
+                float8 = config.float8_rollout if config.float8_recompute else None
+                recomputed = recompute_planned(state, config, stages, float8=float8)
+        return stages, recomputed
+
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
         """Plan the routing of responses, and move experts to their homes and samples to their ranks.
 
@@ -228,48 +228,43 @@ class Trainer:
         self.replay = responses.replay
         return stages
 
-    def update(self, stages: Stages, lessons: Lessons, old: OldPolicy) -> StepMetrics:
+    def update(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> StepMetrics:
         """Learn from a batch for all epochs, and return the metrics of the last one.
 
         The loss of an update is a mean over its own tokens, as if its samples were a batch. Residents are pushed for
         each update. The first update uses the residents of the recompute.
         """
-        config, state, residents = self.config, self.state, old.residents
-        updates = with_lessons(config, stages.updates, lessons, old)
+        config, state = self.config, self.state
+        updates = add_targets(config, stages.updates, targets, recomputed)
         live = None if config.replay else self.prepare_live()
+        residents = recomputed.residents if config.replay else None
         for _ in range(config.epochs):
             metrics = []
             for batch, samples in updates:
-                shared = residents if config.replay else None
-                if shared is not None:
+                if residents is not None:
                     plan, topology = batch.batch_plan.plan, batch.parallel.topology
-                    check_residents(shared, state.optimizer.step[...], plan, topology)
-                batch_load = batch.batch_plan.load.sum((0, 2, 3))
+                    check_residents(residents, state.optimizer.step[...], plan, topology)
                 update_metrics = update(
-                    *(state.agent, state.optimizer, live or batch, samples, batch_load, shared),
+                    state.agent,
+                    state.optimizer,
+                    live or batch,
+                    samples,
+                    batch.batch_plan.load.sum((0, 2, 3)),
+                    residents,
                     balance=config.balance,
                     temperature=config.temperature,
                     clip=config.clip,
                     critic=config.critic,
                 )
-                update_metrics = on_every_host(update_metrics, self.mesh)
-                residents = None
+                update_metrics, residents = on_every_host(update_metrics, self.mesh), None
                 if config.replay:
                     check_executed(update_metrics.slot_rows, batch)
                 metrics.append(update_metrics)
         return join_metrics(metrics)
 
     def prepare_live(self) -> PreparedBatch:
-        """Prepare a batch that routes live, with samples in order and experts at home."""
-        state = self.state
-        (batch,) = state.balancer.prepare_stages(
-            state.agent,
-            state.optimizer,
-            None,
-            [relibra_jax.Stage(self.config.updates * self.config.micro_batches)],
-            num_samples=self.config.samples,
-        )
-        return batch
+        """Prepare a batch that routes live in as many micro-batches as all updates together."""
+        return prepare_live(self.state, self.config, self.config.updates * self.config.micro_batches)
 
     def _model_times(self, stages: Stages) -> dict[str, float | None]:
         """Model the time of a batch for its line of metrics, and describe it in `summary`."""
@@ -283,12 +278,8 @@ class Trainer:
             for name, time in zip(times._fields, times, strict=True)
         }
 
-    def _check_finite(self, metrics: StepMetrics) -> float:
-        """Return the policy's loss.
-
-        Raises:
-            ValueError: if a loss or the norm of the gradient is not finite. The message names it.
-        """
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        """Raise ValueError if a loss or the norm of the gradient is not finite. The message names it."""
         values = {
             "the policy's loss": float(metrics.policy.loss),
             "the critic's loss": float(metrics.critic_loss),
@@ -299,41 +290,3 @@ class Trainer:
                 f"step {self.state.step}: {', '.join(problems)}: the training diverged, or a layer rejected its plan or"
                 " its buffers; nothing of this step is saved"
             )
-        return values["the policy's loss"]
-
-
-def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
-    """Compute the metrics of tokens, speed and time that all updates have."""
-    times = clock.report()
-    return {
-        "batch/tokens": num_tokens,
-        "speed/tokens_per_second": num_tokens / times["time/step_seconds"],
-        **times,
-    }
-
-
-def _measure_responses(rollout: Rollout) -> dict[str, Any]:
-    """Compute the metrics of the responses of a step."""
-    lengths, new = rollout.responses.response.sum(1), rollout.new.sum(1)
-    return {
-        "response/tokens": float(lengths.mean()),
-        "response/longest": int(lengths.max()),
-        "response/ended_share": float(rollout.responses.ended.mean()),
-        "response/decoding_steps": int(new.max()),
-        "response/slots_used_share": float(new.mean() / new.max()),
-    }
-
-
-def _measure_critic(batch_lessons: BatchLessons, old: OldPolicy, metrics: StepMetrics) -> dict[str, Any]:
-    """Compute the metrics of the critic. Without a critic there are none."""
-    lessons = batch_lessons.lessons
-    if lessons.critic_tokens is None or lessons.value_target is None or old.value is None:
-        return {}
-    target = lessons.value_target[lessons.critic_tokens]
-    error = target - old.value[lessons.critic_tokens]
-    explained = 1 - error.var() / target.var() if target.size and target.var() > 0 else None
-    return {
-        "critic/loss": float(metrics.critic_loss),
-        "critic/explained_variance": None if explained is None else float(explained),
-        "critic/not_finite": batch_lessons.not_finite,
-    }

@@ -98,13 +98,13 @@ def join_windows(rows: Carried, window: Responses) -> Responses:
         window: the result of generating after these rows, on the host.
 
     Returns:
-        ``window``, with the recorded routing and log-probabilities of carried tokens, and with ``response`` True on the
-        response tokens of all rollouts.
+        ``window``, with the recorded routing and log-probabilities of carried tokens, and with ``response_mask``
+        True on the response tokens of all rollouts.
     """
     carried_tokens = rows.mask & ~rows.free[:, None]
     carried_response = carried_tokens & (np.arange(carried_tokens.shape[1]) >= rows.prompt_lengths[:, None])
     return window._replace(
-        response=window.response | carried_response,
+        response_mask=window.response_mask | carried_response,
         expert_ids=np.where(carried_tokens[..., None, None], rows.expert_ids, window.expert_ids),
         log_probs=np.where(carried_response, rows.log_probs, window.log_probs),
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.rl.policy import TINY
 from experiments.rl.rollout import Rollout
-from experiments.rl.stages import teach
+from experiments.rl.targets import compute_targets
 from experiments.rl.tokens import BYTES
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes
@@ -43,8 +43,9 @@ SIZES = Capacities(
 """Buffer sizes that are large enough for every batch of such runs, so that one program serves all."""
 
 
-def update_from(trainer, stages, responses, rewards, old):
+def update_from(trainer, stages, responses, rewards, recomputed):
     """Learn from whole responses, as if this step had sampled them, and return the metrics of the updates."""
     finished = np.ones(len(responses.tokens), bool)
-    rollout = Rollout(responses, responses.response, finished, lambda: rewards, None, 0, {})
-    return trainer.update(stages, teach(trainer.config, rollout, rewards, old).lessons, old)
+    rollout = Rollout(responses, responses.response_mask, finished, lambda: rewards, None, 0, {})
+    targets, _ = compute_targets(trainer.config, rollout, rewards, recomputed)
+    return trainer.update(stages, targets, recomputed)

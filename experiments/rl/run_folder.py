@@ -1,0 +1,152 @@
+"""The folder of a run: its settings, for resuming it, and the recorded routing of its last batches."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from experiments.rl.configs import Train
+from experiments.rl.processes import is_first, on_any, process_count, text_from_first
+from relibra_jax.contract.replay_files import load_replay, save_replay
+from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.support.atomic_write import write_json
+
+UNSAVED_SETTINGS: Final = ("out", "resume", "verify", "profile")
+"""The settings that apply to one start of a run and are not saved for the next."""
+
+
+def run_folder(config: Train, name: str) -> Path:
+    """Choose the folder of a run, and check that all processes see it.
+
+    Args:
+        config: the settings of the run.
+        name: the name of the run.
+
+    Raises:
+        ValueError: if the folder contains a run already, or a process does not see it.
+    """
+    folder = _new_folder(config, name) if is_first() else Path()
+    if process_count() > 1:
+        if is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(text_from_first(str(folder)))
+        if on_any(not folder.is_dir()):
+            raise ValueError(
+                f"{folder} must be on a file system that all {process_count()} processes see, but some do not find it"
+            )
+    return folder
+
+
+def _new_folder(config: Train, name: str) -> Path:
+    if config.resume is not None:
+        return config.resume
+    folder = config.out or Path("out") / name / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    if (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} contains a run already: resume it with --resume {folder}, or choose another --out"
+        )
+    return folder
+
+
+def plain_settings(config: Train) -> dict[str, Any]:
+    """Return all settings as JSON has them."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def save_config(config: Train, folder: Path, console: Console) -> None:
+    """Save the settings, and print how they differ from those that a resumed run had before."""
+    settings = {key: value for key, value in plain_settings(config).items() if key not in UNSAVED_SETTINGS}
+    path = folder / "config.json"
+    previous = json.loads(path.read_text()) if path.exists() else settings
+    for key, value in settings.items():
+        if previous.get(key) != value:
+            console.print(
+                f"note: {key} was {previous.get(key)} and is now {value}", highlight=False, soft_wrap=True
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, settings)
+
+
+def saved_config(folder: Path) -> Train:
+    """Read the settings with which the run in a folder was last started.
+
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: if the folder contains no run, or its settings cannot be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no run to resume, because there is no config.json")
+    try:
+        saved = json.loads(path.read_text())
+        _check_types(saved, plain_settings(Train()))
+        defaults = {field.name: getattr(Train(), field.name) for field in dataclasses.fields(Train)}
+        parts = {
+            name: dataclasses.replace(default, **saved[name])
+            for name, default in defaults.items()
+            if dataclasses.is_dataclass(default) and not isinstance(default, type)
+        }
+        model = None if saved.get("model") is None else Path(saved["model"])
+        return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
+
+
+def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
+    """Raise ValueError unless saved JSON has the types of the default settings.
+
+    Where the default is None, the saved setting may be None, a text or a number.
+    """
+    types = {float: (int, float), type(None): (str, int, float, type(None))}.get(
+        type(default), (type(default),)
+    )
+    if type(saved) not in types:
+        raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
+    if isinstance(default, list):
+        for element in saved:
+            _check_types(element, default[0], name)
+    if isinstance(default, dict):
+        for key in saved.keys() & default.keys():
+            _check_types(saved[key], default[key], key)
+
+
+def save_routing(folder: Path, step: int, replay: RoutingReplay, *, num_experts: int) -> None:
+    """Save the routing of one step, for `join_routing`."""
+    save_replay(folder / f"routing-{step}.npz", replay, num_experts=num_experts)
+
+
+def join_routing(folder: Path, steps: Sequence[int]) -> None:
+    """Join the recorded routing of several steps into the trace ``replay.npz``, and delete the parts."""
+    parts = [part for step in steps if (part := folder / f"routing-{step}.npz").exists()]
+    if parts:
+        replays, num_experts = zip(*map(load_replay, parts), strict=True)
+        save_replay(folder / "replay.npz", join_replays(replays), num_experts=num_experts[0])
+    for part in parts:
+        part.unlink()
+
+
+def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
+    """Join the samples of several replays into one, padded to the longest.
+
+    >>> short, long = (RoutingReplay(np.ones((2, n, 1, 1), np.uint8), np.ones((2, n), bool)) for n in (3, 5))
+    >>> joined = join_replays([short, long])
+    >>> joined.expert_ids.shape, joined.mask.sum(1).tolist()
+    ((4, 5, 1, 1), [3, 3, 5, 5])
+    """
+    longest = max(replay.mask.shape[1] for replay in replays)
+
+    def widen(leaf: np.ndarray) -> np.ndarray:
+        return np.pad(leaf, [(0, 0), (0, longest - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
+
+    return jax.tree.map(lambda *leaves: np.concatenate([widen(leaf) for leaf in leaves]), *replays)

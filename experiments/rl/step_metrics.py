@@ -1,0 +1,79 @@
+"""The metrics of a step apart from balance: its times, rewards and responses, and what policy and critic learned."""
+
+from typing import Any
+
+from experiments.rl.algorithms import Targets
+from experiments.rl.metrics import FAILURES, SHOWN_FAILURES
+from experiments.rl.rewards import Rewards, mean_or_none
+from experiments.rl.rollout import Rollout
+from experiments.rl.stages import RecomputeResult
+from experiments.rl.step import StepMetrics
+from experiments.rl.step_clock import StepClock, exposed_seconds
+
+
+def measure_speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
+    """Compute the metrics of tokens, speed and time that all updates have."""
+    times = clock.report()
+    return {
+        "batch/tokens": num_tokens,
+        "speed/tokens_per_second": num_tokens / times["time/step_seconds"],
+        **times,
+    }
+
+
+def measure_phases(clock: StepClock, plan_ahead_seconds: float | None) -> dict[str, float | None]:
+    """Compute the metrics of planning ahead and of the time by which planning delayed a learning step."""
+    exposed = exposed_seconds(clock.phases)
+    return {
+        "time/count_seconds": clock.phases.get("count"),
+        "time/plan_ahead_seconds": plan_ahead_seconds,
+        "time/exposed_seconds": sum(exposed.values()),
+        **{f"time/exposed_{name}_seconds": seconds for name, seconds in exposed.items()},
+    }
+
+
+def measure_rewards(rewards: Rewards) -> dict[str, Any]:
+    """Compute the metrics of the rewards of a step."""
+    return {
+        "reward/mean": mean_or_none(rewards.reward[rewards.scored]),
+        "reward/failed": len(rewards.failures),
+        FAILURES: rewards.failures[:SHOWN_FAILURES],
+    }
+
+
+def measure_responses(rollout: Rollout) -> dict[str, Any]:
+    """Compute the metrics of the responses of a step."""
+    lengths, new = rollout.responses.response_mask.sum(1), rollout.new_mask.sum(1)
+    return {
+        "response/tokens": float(lengths.mean()),
+        "response/longest": int(lengths.max()),
+        "response/ended_share": float(rollout.responses.ended.mean()),
+        "response/decoding_steps": int(new.max()),
+        "response/slots_used_share": float(new.mean() / new.max()),
+    }
+
+
+def measure_policy(metrics: StepMetrics) -> dict[str, float]:
+    """Compute the metrics of the policy's updates."""
+    return {
+        "policy/loss": float(metrics.policy.loss),
+        "policy/clipped_share": float(metrics.policy.clipped),
+        "policy/kl": float(metrics.policy.kl),
+        "policy/gradient_norm": float(metrics.gradient_norm),
+    }
+
+
+def measure_critic(
+    targets: Targets, recomputed: RecomputeResult, metrics: StepMetrics, not_finite: int
+) -> dict[str, Any]:
+    """Compute the metrics of the critic. Without a critic there are none."""
+    if targets.critic_mask is None or targets.returns is None or recomputed.old_values is None:
+        return {}
+    returns = targets.returns[targets.critic_mask]
+    error = returns - recomputed.old_values[targets.critic_mask]
+    explained = 1 - error.var() / returns.var() if returns.size and returns.var() > 0 else None
+    return {
+        "critic/loss": float(metrics.critic_loss),
+        "critic/explained_variance": None if explained is None else float(explained),
+        "critic/not_finite": not_finite,
+    }

@@ -1,0 +1,117 @@
+"""The training targets of a batch: the algorithm's advantages and returns, with the weight of every token."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from experiments.rl.advantages import discounted_returns
+from experiments.rl.algorithms import RolloutBatch, Targets
+from experiments.rl.configs import Train
+from experiments.rl.losses import token_weights
+from experiments.rl.rewards import Rewards
+from experiments.rl.rollout import Rollout
+from experiments.rl.stages import PreparedStage, RecomputeResult
+from experiments.rl.state import State
+from experiments.rl.step import CriticTargets
+
+
+def initialize_critic(
+    state: State, config: Train, rollout: Rollout, rewards: Rewards, recomputed: RecomputeResult
+) -> RecomputeResult:
+    """Set the bias of a new critic to the mean return of finished responses, in place.
+
+    A critic is new as long as all its values are 0. It stays so until the first batch with finished responses, because
+    it has nothing to learn before. So checkpoints need not record whether it is new.
+
+    Args:
+        state: the state of the run, whose critic gets its first bias.
+        config: the settings of the run.
+        rollout: the responses of the step.
+        rewards: the rewards of the responses.
+        recomputed: the results of the recompute.
+
+    Returns:
+        The results of the recompute. If the critic is new, all values are the bias.
+    """
+    head, values = state.agent.critic, recomputed.old_values
+    response_mask = rollout.responses.response_mask
+    finished = response_mask & rewards.scored[:, None]
+    if head is None or values is None or values.any() or not finished.any():
+        return recomputed
+    returns = discounted_returns(rewards.reward, response_mask, discount=config.critic.discount)
+    mean = np.asarray(returns)[finished].mean(dtype=np.float32)
+    head.bias[...] = jax.device_put(mean, head.bias[...].sharding)
+    return recomputed._replace(old_values=np.full_like(values, mean))
+
+
+def compute_targets(
+    config: Train, rollout: Rollout, rewards: Rewards, recomputed: RecomputeResult
+) -> tuple[Targets, int]:
+    """Compute the training targets of a batch with the run's algorithm.
+
+    Args:
+        config: the settings of the run.
+        rollout: the responses of the step.
+        rewards: the rewards of the responses.
+        recomputed: the results of the recompute.
+
+    Returns:
+        The training targets, and the number of samples left out because the critic returned no finite number for them.
+    """
+    response_mask, values = rollout.responses.response_mask, None
+    finite = np.ones(len(response_mask), bool)
+    if recomputed.old_values is not None:
+        response_values = np.where(response_mask, recomputed.old_values, 0)
+        finite = np.isfinite(response_values).all(1)
+        values = np.where(finite[:, None], response_values, 0)
+    batch = RolloutBatch(
+        rewards=rewards.reward,
+        usable=finite & (rewards.scored | ~rollout.finished),
+        finished=rollout.finished,
+        response_mask=response_mask,
+        new_mask=rollout.new_mask,
+        values=values,
+    )
+    targets = config.algorithm_entry.compute_targets(
+        batch, config.critic, responses_per_prompt=config.responses_per_prompt
+    )
+    return jax.device_get(targets), int((~finite).sum())
+
+
+def add_targets(
+    config: Train, updates: Sequence[PreparedStage], targets: Targets, recomputed: RecomputeResult
+) -> list[PreparedStage]:
+    """Add the training targets to the samples of the updates.
+
+    Advantages come from the whole batch. Weights add up to 1 over the samples of each update. So the loss of an update
+    is a mean over its own tokens, however many tokens the other updates have.
+
+    Args:
+        config: the settings of the run.
+        updates: the stages of the updates.
+        targets: the training targets of the batch.
+        recomputed: the results of the recompute.
+
+    Returns:
+        The stages of the updates, whose samples have targets.
+    """
+
+    def weigh(mask):
+        weights = [
+            token_weights(mask[samples], token_level=config.token_level) for samples in config.mini_batches
+        ]
+        return np.concatenate(weights)
+
+    critic = None
+    if targets.critic_mask is not None:
+        assert targets.returns is not None
+        assert recomputed.old_values is not None
+        critic = CriticTargets(weigh(targets.critic_mask), targets.returns, recomputed.old_values)
+    of_batch = {
+        "weights": weigh(targets.policy_mask),
+        "advantages": targets.advantages,
+        "old_log_probs": recomputed.old_log_probs,
+        "critic": critic,
+    }
+    return [PreparedStage(batch, samples._replace(**batch.to_ranks(of_batch))) for batch, samples in updates]
