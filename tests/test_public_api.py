@@ -15,21 +15,27 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "relibra_jax": [
+        "BALANCE",
         "EMPTY",
         "PLANNERS",
         "Assignment",
+        "Batch",
         "BatchPlan",
         "LayerPlan",
+        "PlacedRoutes",
         "Placement",
         "Plan",
+        "PlanRequest",
         "Planner",
+        "Price",
         "RoutingReplay",
-        "TokenSample",
+        "Stage",
         "Topology",
         "assign_in_order",
         "assign_samples",
         "batch_imbalance",
         "check_plan",
+        "count_batch",
         "eplb",
         "expert_load",
         "fill_unfinished",
@@ -41,9 +47,6 @@ PUBLIC = {
         "pack_samples",
         "place_experts",
         "plan_batch",
-        "plan_loads",
-        "plan_stage_loads",
-        "plan_stages",
         "rank_load",
         "rebalance_experts",
         "relibra",
@@ -117,6 +120,7 @@ PUBLIC = {
 }
 # Values have no __doc__ of their own; a string after their definition documents them.
 VALUES = {
+    "BALANCE": "relibra_jax.contract.types",
     "EMPTY": "relibra_jax.contract.types",
     "PLANNERS": "relibra_jax.planning.planners",
     "OVERLAP_OPTIONS": "relibra_jax.execution.mesh",

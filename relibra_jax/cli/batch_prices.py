@@ -71,7 +71,7 @@ def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[ja
     Args:
         batch: the batch with its plan.
         topology: the expert-parallel group.
-        cost: the unit times, of which only the path is used.
+        cost: the price, of which only the path is used.
     """
     return node_visits(batch.replay, batch.batch_plan, topology) if cost.hierarchical else None
 
@@ -84,7 +84,7 @@ def count_crossings(
     Args:
         batch: the batch with its plan.
         topology: the expert-parallel group.
-        cost: the unit times, of which only the kind of link is used.
+        cost: the price, of which only the kind of link is used.
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
     traffic = _count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
@@ -106,7 +106,7 @@ def time_of_batch(
     Args:
         batch: the batch with its plan.
         topology: the expert-parallel group.
-        cost: the unit times.
+        cost: the price.
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
     lengths, row_length = sample_lengths(batch)

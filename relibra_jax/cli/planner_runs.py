@@ -76,7 +76,7 @@ def run_contender(
         contender: the planner, and how samples are assigned.
         batches: the batches, in their order.
         topology: the expert-parallel group.
-        cost: the unit times of the cluster and the model.
+        cost: the price of the cluster and the model.
         seed: the seed of the random keys.
         timed_runs: how many times planning of the last batch is timed. 0 does not time it.
 

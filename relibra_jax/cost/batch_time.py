@@ -7,7 +7,7 @@
     rest     output head, sum of dense gradients, optimizer step: the same for all plans
 
 A stage with a plan of its own over the same homes and residents, such as a recompute in larger micro-batches, takes a
-call of its own, with the unit times of its passes. The time of the batch is the sum of the calls, of which only one
+call of its own, with the price of its passes. The time of the batch is the sum of the calls, of which only one
 gets ``previous_home``.
 """
 
@@ -88,7 +88,7 @@ def batch_time(
             those of the second, and so on.
         lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
-        cost: the unit times, from `relibra_jax.cost.cost_model.CostModel.price`, with the number of data-parallel
+        cost: the price, from `relibra_jax.cost.cost_model.CostModel.price`, with the number of data-parallel
             groups, which must divide M.
         visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
             to a node once. None for flat dispatch, where each of its copies crosses.
@@ -136,7 +136,7 @@ def balanced_time(
         load: token copies. Only the sum of each layer and micro-batch is used.
         lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
-        cost: the unit times.
+        cost: the price.
         visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
             evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
         row_length: T, the number of positions of a padded row, as in `batch_time`.

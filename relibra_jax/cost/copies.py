@@ -34,7 +34,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``. The load is not read.
         topology: the expert-parallel group.
-        cost: the unit times.
+        cost: the price.
     """
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
     shape = plans.slot_expert.shape[:4]
@@ -68,7 +68,7 @@ def push_time(plan: Plan, topology: Topology, cost: Price) -> Float[jax.Array, "
     Args:
         plan: the plan of a batch.
         topology: the expert-parallel group.
-        cost: the unit times, which include the number of updates.
+        cost: the price, which includes the number of updates.
     """
     if not topology.resident_slots or topology.num_nodes == 1:
         return jnp.zeros(())
@@ -90,7 +90,7 @@ def reorder_time(
         home: flat home slot of each expert in this batch.
         previous_home: flat home slot of each expert before this batch.
         topology: the expert-parallel group.
-        cost: the unit times.
+        cost: the price.
     """
     source, target = (jnp.asarray(slots) // topology.home_slots for slots in (previous_home, home))
 

@@ -54,7 +54,7 @@ def least_time(
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
         topology: the expert-parallel group.
-        cost: the unit times of the cluster and the model, from
+        cost: the price of the cluster and the model, from
             `relibra_jax.cost.cost_model.CostModel.price`.
         across_nodes: True if replicas may be in any node, False if only in nodes that hold their expert at home or as a
             resident.

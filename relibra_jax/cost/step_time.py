@@ -11,7 +11,7 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     gather     rows of the exchange's buffers x ``gather``
     exposed    time to transfer replicas, less the attention that hides it
 
-`relibra_jax.cost.cost_model` computes the unit times. A backward pass costs as much as two forward passes; dispatch and
+`relibra_jax.cost.cost_model` computes the prices. A backward pass costs as much as two forward passes; dispatch and
 combine each run once per pass. A replica is sent in the forward pass, sent again in the backward pass, and its gradient
 is returned. The factors are those of LAER-MoE (ASPLOS'26: four exchanges, three passes of compute), and the transfers
 of replicas those of ReLibra (arXiv 2605.08639). Not counted are embeddings, launches, latencies, and forward passes
@@ -32,7 +32,7 @@ from relibra_jax.cost.traffic import count_sent
 
 
 class RankTime(NamedTuple):
-    """The modelled seconds of every rank in each layer and micro-batch, in all passes that the unit times include."""
+    """The modelled seconds of every rank in each layer and micro-batch, in all passes that the price includes."""
 
     attention: Float[Array, "M L N G"]
     """Attention, projections and shared experts, for the rank's own rows."""
@@ -77,7 +77,7 @@ def sample_attention(lengths: Float[Array, "*samples"], cost: Price) -> Float[ja
 
     Args:
         lengths: the number of tokens of each sample.
-        cost: the unit times.
+        cost: the price.
     """
     return jnp.float32(cost.pair if cost.rows == "packed" else 0.0) * lengths**2
 
@@ -94,7 +94,7 @@ def attention_time(
     Args:
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
-        cost: the unit times.
+        cost: the price.
         row_length: T, the number of positions of a row that holds one sample; None for the longest sample. Packed rows
             do not read it.
 
@@ -126,7 +126,7 @@ def rank_time(
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
         attention: the seconds of every rank in attention, from `attention_time`.
         topology: the expert-parallel group.
-        cost: the unit times.
+        cost: the price.
         visits: the number of distinct tokens that each rank sends to each node, for hierarchical dispatch; see
             `relibra_jax.cost.traffic.count_traffic`. None for flat dispatch.
 
