@@ -22,7 +22,7 @@ compare: $(VENV)/installed  ## compare all planners on a trace; figures and numb
 	$(VENV)/bin/relibra compare
 
 claims: $(VENV)/installed  ## compare published claims with ours on the trace that RELIBRA_TRACE names; half an hour
-	$(VENV)/bin/relibra claims
+	$(RUN) -m experiments.claims
 
 lint: $(VENV)/installed  ## check format and style
 	$(RUN) -m ruff format --check
@@ -65,7 +65,7 @@ check-long: $(VENV)/installed  ## run what takes minutes: long tests, other vers
 	$(RUN) -m pytest -m long
 	$(MAKE) lowest
 	$(MAKE) x64
-	$(RUN) -m experiments.ablation
+	$(VENV)/bin/relibra compare --ablation
 	$(RUN) -m experiments.count_buffers
 
 format: $(VENV)/installed  ## format the code

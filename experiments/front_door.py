@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,32 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.claims.command import some_layers
 from experiments.program import TraceName, run_program
-from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
-from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
-from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.cost.models import MODELS
+from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.step_time import attention_time, rank_time
+from relibra_jax.evaluation import (
+    Batches,
+    Batching,
+    Costs,
+    Outcome,
+    PlannedBatch,
+    Setting,
+    make_setting,
+    run_planner,
+)
+from relibra_jax.evaluation.prices import time_of_batch
+from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import Stage, plan_batch
-from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.routing.visits import node_visits
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
-from relibra_jax.traces.trace import Trace
+from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
-CLUSTER, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_384
+COSTS: Final = Costs(row_layout="packed")
+"""What is priced: GPT-OSS-20B on H100, in packed rows."""
 ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
 """The ranks and resident slots of the first table. On 4x8 ranks, a rank has one sample by default."""
 PLANS: Final = (("2x4", 1, True), ("4x4", 1, True), ("4x4", 0, False))
@@ -67,26 +71,8 @@ class FrontDoor:
     """The seed of the planner, and of the assignment of samples."""
 
 
-class Case(NamedTuple):
-    """The batches of a trace on some ranks, with their price."""
-
-    batches: Batches
-    topology: Topology
-    cost_model: CostModel
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of each sample of the batch."""
-        return np.asarray(self.batches.replays[-1].mask).sum(1)
-
-    @property
-    def row_length(self) -> float:
-        """The number of positions of a row that holds one sample."""
-        return float(self.batches.replays[-1].mask.shape[1])
-
-
-def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Case:
-    """Draw the batches of a case, and price them.
+def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Setting:
+    """Draw the batch of a case and the one before it, and price them.
 
     Args:
         trace: the recorded routing.
@@ -113,155 +99,102 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Ca
             f" micro_batches={config.micro_batches} for the previous batch"
         )
     parts = order[config.samples :], order[: config.samples]
-    replays = [RoutingReplay(*(np.asarray(leaf)[part] for leaf in trace.replay)) for part in parts]
-    lengths = replays[-1].mask.sum(1)
-    model = dataclasses.replace(
-        MODELS[MODEL], num_experts=trace.num_experts, top_k=trace.replay.expert_ids.shape[-1]
+    before, batch = (RoutingReplay(*(np.asarray(leaf)[part] for leaf in trace.replay)) for part in parts)
+    batching = Batching(batch_size=config.samples, micro_batches=config.micro_batches, seed=config.seed)
+    priced = make_setting(
+        make_trace(batch, trace.num_experts, trace.name), topology, batching=batching, cost=COSTS
     )
-    scale = TOKENS_PER_RANK * topology.num_ranks * config.micro_batches / float(lengths.sum())
-    cost_model = CostModel(
-        cluster=CLUSTERS[CLUSTER],
-        model=model,
-        rows="packed",
-        scale=scale,
-        stretch=CONTEXT / float(lengths.mean()),
-    )
-    return Case(Batches(replays, config.micro_batches, 1, 0), topology, cost_model)
+    return dataclasses.replace(priced, batches=Batches([before, batch], config.micro_batches, 1, 0))
 
 
-class Planned(NamedTuple):
-    """The plan of a case's batch."""
-
-    batch_plan: BatchPlan
-    """The plan."""
-    before: np.ndarray
-    """The homes before the batch."""
-    visits: jax.Array
-    """The number of tokens that each rank sends to each node."""
-
-
-def plan_roads(case: Case, config: FrontDoor, *, only: str | None = None) -> dict[str, Planned]:
-    """Plan both batches of a case through every entry; return the second batch's plan.
+def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
+    """Plan both batches of a case through every entry; return the outcome of the second batch.
 
     Args:
         case: the batches and their price.
-        config: the settings.
         only: the name of the only entry to run; None for all.
     """
-    cost, topology, number = case.cost_model.price(case.topology), case.topology, config.micro_batches
-    entry = PLANNERS["relibra"]
-    planner = entry.planner
-    planner_key, key = jax.random.split(jax.random.key(config.seed))
-    layers = case.batches.replays[0].expert_ids.shape[2]
-    first_state = planner.init(topology, layers, key=planner_key)
+    cost, topology, number = (
+        case.cost_model.price(case.topology),
+        case.topology,
+        case.batches.num_micro_batches,
+    )
+    entry, layers = with_samples_assigned("relibra"), case.batches.replays[0].expert_ids.shape[2]
+    planner_key, key = jax.random.split(jax.random.key(case.seed))
+    first_state = entry.planner.init(topology, layers, key=planner_key)
     keys = []
     for _ in case.batches.replays:
         key, assign_key = jax.random.split(key)
         keys.append(assign_key)
 
-    counted: dict[bytes, jax.Array] = {}
-
-    def planned(batch_plan: BatchPlan, before: Any) -> Planned:
-        plan_bytes = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(batch_plan))
-        if plan_bytes not in counted:  # counting takes much longer than planning
-            counted[plan_bytes] = node_visits(case.batches.replays[-1], batch_plan, topology)
-        return Planned(batch_plan, np.asarray(before), counted[plan_bytes])
-
-    def follow(plan: Any) -> Planned:
+    def follow(plan: Any) -> Outcome:
         """Plan the batches one after another with ``plan(replay, state, key)``."""
         state, homes = first_state, [np.asarray(contiguous_homes(topology, layers))]
         for replay, assign_key in zip(case.batches.replays, keys, strict=True):
             batch_plan, state = plan(replay, state, assign_key)
             homes.append(np.asarray(batch_plan.plan.home))
-        return planned(batch_plan, homes[-2])
+        no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
+        return Outcome("relibra", entry, case, [PlannedBatch(replay, batch_plan, homes[-2], no_errors)])
 
     def prepare(replay: RoutingReplay, state: Any, key: Any) -> tuple[BatchPlan, Any]:
-        counts = count_on_host(replay, planner, topology, [cost])
+        counts = count_on_host(replay, entry.planner, topology, [cost])
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
-        (batch_plan,), state = plan_on_host(counts, planner, state, topology, key=key, **options)
+        (batch_plan,), state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
         check_plans([batch_plan], topology, across_nodes=False)
         return batch_plan, state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:
-        return plan_batch(replay, planner, state, topology, stages=number, cost=cost, assign=assign, key=key)
-
-    def compare() -> Planned:
-        contender = Contender(entry=entry, assign=assign_samples)
-        runs, _ = run_contender(contender, case.batches, topology, cost=cost, seed=config.seed, timed_runs=0)
-        return planned(runs[-1].batch_plan, runs[-1].previous_home)
+        options = {"stages": number, "cost": cost, "assign": assign, "key": key}
+        return plan_batch(replay, entry.planner, state, topology, **options)
 
     roads = {
         NOT_ASSIGNED: lambda: follow(functools.partial(batch, assign=None)),
         "plan_batch": lambda: follow(functools.partial(batch, assign=assign_samples)),
-        "relibra compare": compare,
+        "relibra compare": lambda: run_planner("relibra", entry, case, timed_runs=0),
         PREPARE: lambda: follow(prepare),
     }
-    return {name: run() for name, run in roads.items() if only in (None, name)}
+    outcomes: dict[str, Outcome] = {}
+    for name, run in roads.items():
+        if only in (None, name):
+            outcome = run()
+            # Counting takes much longer than planning, so equal plans share an outcome.
+            equal = (other for other in outcomes.values() if _equal(outcome, other))
+            outcomes[name] = next(equal, outcome)
+    return outcomes
 
 
 NOT_ASSIGNED: Final = "plan_batch, samples not assigned"
 PREPARE: Final = "Balancer.prepare"
 
 
-def balanced(case: Case, planned: Planned) -> BatchTime:
-    """Return the time of the balanced run with as much work as a plan."""
-    batch_plan = planned.batch_plan
-    rows = batch_plan.assignment.sample.shape[-1]
-    cost = case.cost_model.price(case.topology)
-    return balanced_time(
-        *(batch_plan.load, case.lengths, case.topology, cost), row_length=case.row_length, rows=rows
-    )
+def share_without_spare_room(outcome: Outcome) -> float:
+    """Return the share of balanced if padded exchanges had no spare room."""
+    topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
+    cost = dataclasses.replace(outcome.cost_model, spare_room=False).price(topology)
+    return outcome.balanced_seconds / float(time_of_batch(batch, topology, cost, visits=visits).total)
 
 
-def share_of_balanced(case: Case, planned: Planned, **exchange: Any) -> float:
-    """Return the modelled time of the balanced run divided by that of a plan.
-
-    Args:
-        case: the batch.
-        planned: its plan.
-        **exchange: fields of the cost model that say how the exchange of the plan runs.
-    """
-    cost = dataclasses.replace(case.cost_model, **exchange).price(case.topology)
-    return float(balanced(case, planned).total / _time(case, planned, cost).total)
-
-
-def _time(case: Case, planned: Planned, cost: Price) -> BatchTime:
-    return batch_time(
-        *(planned.batch_plan, case.lengths, case.topology, cost),
-        visits=planned.visits,
-        previous_home=planned.before,
-        row_length=case.row_length,
-    )
-
-
-NEEDED: Final[dict[str, Any]] = {"between": "ragged", "inside": "ragged"}
-"""Exchanges that send only the rows that are needed."""
-LANES: Final[dict[str, Any]] = {"spare_room": False}
-"""Exchanges as they run, without spare room."""
-
-
-def hops_at_once(case: Case, planned: Planned) -> float:
+def hops_at_once(outcome: Outcome) -> float:
     """Return the share of balanced if exchanges sent only needed rows, over both networks at the same time."""
-    cost = dataclasses.replace(case.cost_model, **NEEDED).price(case.topology)
-    attention, _ = attention_time(planned.batch_plan.assignment, case.lengths, cost)
-    ranks = _rank_time(
-        planned.batch_plan.layer_plans(), attention, case.topology, cost, visits=planned.visits
-    )
+    topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
+    cost = dataclasses.replace(outcome.cost_model, between="ragged", inside="ragged").price(topology)
+    attention, _ = attention_time(batch.batch_plan.assignment, batch.lengths, cost)
+    ranks = _rank_time(batch.batch_plan.layer_plans(), attention, topology, cost, visits=visits)
     between, inside, at_once = (
         float(part.max((-2, -1)).sum())
         for part in (ranks.between, ranks.inside, jnp.maximum(ranks.between, ranks.inside))
     )
-    seconds = float(_time(case, planned, cost).total) - (between + inside - at_once)
-    return float(balanced(case, planned).total) / seconds
+    seconds = float(time_of_batch(batch, topology, cost, visits=visits).total)
+    return outcome.balanced_seconds / (seconds - (between + inside - at_once))
 
 
 _rank_time = jax.jit(rank_time)
 
 
-def _equal(one: Planned, other: Planned) -> bool:
+def _equal(one: Outcome, other: Outcome) -> bool:
     """Return whether two plans are equal, bit for bit."""
-    leaves = zip(jax.tree.leaves(one.batch_plan), jax.tree.leaves(other.batch_plan), strict=True)
-    return all(np.array_equal(*pair) for pair in leaves)
+    plans = [jax.tree.leaves(each.batches[-1].batch_plan) for each in (one, other)]
+    return all(np.array_equal(*pair) for pair in zip(*plans, strict=True))
 
 
 def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
@@ -276,19 +209,17 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
     for ranks, residents in ROADS:
         table.add_column(f"{ranks}, {residents or 'no'} resident", justify="right")
         case = make_case(trace, config, ranks, residents)
-        roads = plan_roads(case, config)
-        own_rows = case._replace(cost_model=dataclasses.replace(case.cost_model, rows="padded"))
-        padded = plan_roads(own_rows, config, only=PREPARE)
-        for group, each in ((case, roads), (own_rows, padded)):
-            for road, planned in each.items():
-                sent, needed = share_of_balanced(group, planned), share_of_balanced(group, planned, **NEEDED)
-                rows_ = group.cost_model.rows
-                equal = rows_ == "packed" and _equal(planned, roads[PREPARE])
-                row = {"ranks": ranks, "residents": residents, "entry": road, "rows": rows_}
-                rows.append({**row, "sent": sent, "needed": needed, "same_plan": equal})
-                name = f"{road}, a row for each sample" if rows_ == "padded" else road
-                mark = " =" if equal else ""
-                cells.setdefault(name, []).append(f"{100 * sent:.1f} ({100 * needed:.1f}){mark}")
+        own_rows = dataclasses.replace(case, cost_model=dataclasses.replace(case.cost_model, rows="padded"))
+        roads, padded = plan_roads(case), plan_roads(own_rows, only=PREPARE)
+        lines = [(road, outcome, "packed") for road, outcome in roads.items()]
+        lines += [(road, outcome, "padded") for road, outcome in padded.items()]
+        for road, outcome, layout in lines:
+            equal = outcome is roads[PREPARE]
+            sent, needed = outcome.share_of_balanced, outcome.share_as_needed
+            row = {"ranks": ranks, "residents": residents, "entry": road, "rows": layout}
+            rows.append({**row, "sent": sent, "needed": needed, "same_plan": equal})
+            name = f"{road}, a row for each sample" if layout == "padded" else road
+            cells.setdefault(name, []).append(f"{100 * sent:.1f} ({100 * needed:.1f}){' =' * equal}")
     for road, texts in cells.items():
         table.add_row(road, *texts)
     return table, rows
@@ -303,12 +234,12 @@ def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
     for ranks, residents, assigned in PLANS:
         case = make_case(trace, config, ranks, residents)
         road = "plan_batch" if assigned else NOT_ASSIGNED
-        planned = plan_roads(case, config, only=road)[road]
+        outcome = plan_roads(case, only=road)[road]
         shares = {
-            "hops_at_once": hops_at_once(case, planned),
-            "needed": share_of_balanced(case, planned, **NEEDED),
-            "lanes": share_of_balanced(case, planned, **LANES),
-            "sent": share_of_balanced(case, planned),
+            "hops_at_once": hops_at_once(outcome),
+            "needed": outcome.share_as_needed,
+            "lanes": share_without_spare_room(outcome),
+            "sent": outcome.share_of_balanced,
         }
         name = f"{ranks}, {residents or 'no'} resident" + ", assigned" * assigned
         table.add_row(name, *(f"{100 * share:.1f}" for share in shares.values()))
@@ -332,7 +263,7 @@ def main(config: FrontDoor) -> None:
     console.print(sent)
     if config.record is not None:
         settings = {name: getattr(config, name) for name in ("samples", "micro_batches", "layers", "seed")}
-        about = {"trace": trace.name, "cluster": CLUSTER, "model": MODEL, "context": CONTEXT, **settings}
+        about = {"trace": trace.name, **dataclasses.asdict(COSTS), **settings}
         write_json(config.record, {**about, "roads": road_rows, "sent": sent_rows})
 
 

@@ -12,7 +12,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 if __name__ == "__main__":  # before JAX is imported
@@ -32,6 +32,7 @@ from experiments.program import TraceName, run_program
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import Topology
+from relibra_jax.evaluation import Ranks
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.traces.read import read_trace
 
@@ -57,7 +58,7 @@ class Stragglers:
     repeats: int = 5
     """The number of timed runs of each rank's work; the table uses medians."""
     out: Path | None = None
-    """The JSON file for the measured seconds, which ``relibra claims`` reads. None writes no file."""
+    """The JSON file for the measured seconds, which ``python -m experiments.claims`` reads. None writes no file."""
 
 
 def rank_calls(
@@ -93,6 +94,45 @@ def rank_calls(
     }
 
 
+def time_slowest_ranks(
+    by_name: Mapping[str, ContenderBatch], topology: Topology, config: Stragglers
+) -> dict[str, float]:
+    """Time every rank's expert compute, and sum the seconds of the slowest ranks.
+
+    Args:
+        by_name: the batch with each planner's plan.
+        topology: the expert-parallel group.
+        config: the settings.
+
+    Returns:
+        The sum over layers and micro-batches of the slowest rank's seconds, for each planner.
+    """
+    runs = {
+        (name, *place): call
+        for name, batch in by_name.items()
+        for place, call in rank_calls(batch, topology, config).items()
+    }
+    slowest: dict[tuple[str, int], float] = {}
+    for (name, row, _), value in interleaved(runs, repeats=config.repeats).items():
+        slowest[name, row] = max(slowest.get((name, row), 0), value)
+    return {
+        planner: sum(value for (name, _), value in slowest.items() if name == planner) for planner in by_name
+    }
+
+
+def seconds_table(title: str, seconds: Mapping[str, float], by_name: Mapping[str, ContenderBatch]) -> Table:
+    """Return a table of the seconds of `time_slowest_ranks`, beside the imbalance of each plan."""
+    table = Table(title=title, title_justify="left")
+    for column in ("planner", "slowest ranks, s", "speed / static", "of balanced", "imbalance"):
+        table.add_column(column, justify="left" if column == "planner" else "right")
+    for name, value in seconds.items():
+        load = by_name[name].rank_load
+        imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
+        shares = f"{seconds['static'] / value:.2f}", f"{seconds['balanced'] / value:.1%}"
+        table.add_row(name, f"{value:.2f}", *shares, f"{imbalance:.3f}")
+    return table
+
+
 def main(config: Stragglers) -> None:
     """Time the ranks, and print a table for each trace and topology.
 
@@ -106,9 +146,7 @@ def main(config: Stragglers) -> None:
     for trace in (read_trace(config.trace), synthetic_trace()):
         for ranks in config.ranks:
             nodes, local = map(int, ranks.split("x"))
-            topology = Topology(
-                num_nodes=nodes, ranks_per_node=local, num_experts=trace.num_experts, replica_slots=2
-            )
+            topology = Ranks(nodes=nodes, ranks_per_node=local).topology(trace.num_experts)
             by_name = contenders(
                 trace,
                 topology,
@@ -116,41 +154,15 @@ def main(config: Stragglers) -> None:
                 samples_per_rank=config.samples_per_rank,
                 layers=config.layers,
             )
-            runs = {
-                (name, *place): call
-                for name, contender in by_name.items()
-                for place, call in rank_calls(contender, topology, config).items()
-            }
-            slowest: dict[tuple[str, int], float] = {}
-            for (name, row, _), value in interleaved(runs, repeats=config.repeats).items():
-                slowest[name, row] = max(slowest.get((name, row), 0), value)
-            seconds = {
-                contender: sum(value for (name, _), value in slowest.items() if name == contender)
-                for contender in by_name
-            }
-            table = Table(title=f"{trace.name} on {ranks} ranks", title_justify="left")
-            for column in ("planner", "slowest ranks, s", "speed / static", "of balanced", "imbalance"):
-                table.add_column(column, justify="left" if column == "planner" else "right")
-            for contender, value in seconds.items():
-                load = by_name[contender].rank_load
-                imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
-                table.add_row(
-                    contender,
-                    f"{value:.2f}",
-                    f"{seconds['static'] / value:.2f}",
-                    f"{seconds['balanced'] / value:.1%}",
-                    f"{imbalance:.3f}",
-                )
-            console.print(table)
-            tables.append(
-                {"trace": trace.name, "synthetic": trace.synthetic, "ranks": ranks, "seconds": seconds}
-            )
+            seconds = time_slowest_ranks(by_name, topology, config)
+            console.print(seconds_table(f"{trace.name} on {ranks} ranks", seconds, by_name))
+            about = {"trace": trace.name, "synthetic": trace.synthetic, "ranks": ranks}
+            tables.append({**about, "seconds": seconds})
     if config.out:
-        settings = {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in ("trace", "out")
-        }
+        settings = dataclasses.asdict(config)
         about = {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(), "jax": jax.__version__}
         about["machine"] = f"one core ({platform.machine()})"
+        settings = {name: value for name, value in settings.items() if name not in ("trace", "out")}
         write_json(config.out, {**about, "settings": settings, "tables": tables})
 
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from relibra_jax.cli.advise import command
-from relibra_jax.cli.advise.pricing import Advice, best_slots, fastest_point
-from relibra_jax.cli.advise.strategies import strategies
-from relibra_jax.cli.advise.thresholds import Point, route_some_evenly, threshold
+from relibra_jax.cli import advise
 from relibra_jax.cli.main import main
 from relibra_jax.contract.replay import check_replay
+from relibra_jax.evaluation.advice import Advice, best_slots, fastest_point
+from relibra_jax.evaluation.strategies import strategies
+from relibra_jax.evaluation.thresholds import Point, route_some_evenly, threshold
 from relibra_jax.traces.read import read_trace
 
 
@@ -25,7 +25,7 @@ def advised(request, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "all":
-            patch.setattr(command, "strategies", first_three)
+            patch.setattr(advise, "strategies", first_three)
         assert main(["advise", *options, "--out", str(out)]) == 0
     return json.loads((out / "advise.json").read_text()), sorted(path.name for path in out.iterdir())
 
@@ -111,9 +111,9 @@ def test_best_slots_take_least_time():
 )
 def test_bad_input(options, says, tmp_path, capsys, monkeypatch):
     if options == ("--memory", "1"):  # this error comes only after strategies are priced
-        monkeypatch.setattr(command, "strategies", lambda *_, **__: [])
+        monkeypatch.setattr(advise, "strategies", lambda *_, **__: [])
         monkeypatch.setattr(
-            command,
+            advise,
             "price",
             lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9)],
         )

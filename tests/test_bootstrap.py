@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from relibra_jax.cli.batching import make_batches
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.evaluation import Batching, Ranks
+from relibra_jax.evaluation.batches import make_batches
 from relibra_jax.traces.bootstrap import bootstrap
 from relibra_jax.traces.trace import make_trace
 

@@ -1,10 +1,13 @@
 """The report of the claims: the quick form, and the report of constructed results."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from experiments.claims.__main__ import Claims
+from experiments.claims.__main__ import main as run_claims
 from experiments.claims.behind import behind
 from experiments.claims.cells import Cell, CellResult, run_cell
 from experiments.claims.measured import WHOLE_UPDATES, Measurement, read_measured
@@ -13,15 +16,16 @@ from experiments.claims.published import CLAIMS, figure_of
 from experiments.claims.report import SWEEPS, write_report
 from experiments.claims.results import Results
 from experiments.claims.rivals import best_rival, best_rows
-from experiments.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
+from experiments.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, entries
 from experiments.claims.settings import SYNTHETIC, full_studies, quick_studies
-from relibra_jax.cli.main import main
+from experiments.program import run_program
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Batching, Costs, Ranks
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.traces.read import read_trace
 
+program = functools.partial(run_program, run_claims, Claims)
 KEPT = Path(__file__).parents[1] / "experiments" / "results"
 
 
@@ -29,7 +33,7 @@ KEPT = Path(__file__).parents[1] / "experiments" / "results"
 def quick(tmp_path_factory):
     """The folder with the report of the quick form."""
     out = tmp_path_factory.mktemp("claims")
-    assert main(["claims", "--quick", "--measured", str(KEPT), "--out", str(out)]) == 0
+    assert program(["--quick", "--measured", str(KEPT), "--out", str(out)]) == 0
     return out
 
 
@@ -54,7 +58,7 @@ def test_quick_form_writes_report_figure_and_numbers(quick):
     for line in report.splitlines():
         if line.startswith(("| recorded_trace", "!")):
             assert "16 experts" in line, "every figure says for how many experts it is"
-    assert "relibra claims --quick" in report
+    assert "python -m experiments.claims --quick" in report
     assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
 
 
@@ -96,7 +100,12 @@ def cell_of(rows, *, synthetic=False, model="gpt-oss-20b"):
 
 
 def results_of(*cells, **others):
-    fields = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": [], "figures": {}}
+    fields = {
+        "about": {"command": "python -m experiments.claims"},
+        "own_loads": [],
+        "measured": [],
+        "figures": {},
+    }
     return Results(**(fields | others), cells=[("headline", cell) for cell in cells])
 
 
@@ -186,15 +195,15 @@ def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
     """The larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
     slots_by_row = {}
 
-    def compare(chosen, batches, topology, *_, **__):
-        slots_by_row.update(dict.fromkeys(chosen, topology.resident_slots))
-        return []
+    def stop_at(name, entry, setting):
+        slots_by_row[name] = setting.topology.resident_slots
+        raise ValueError("not run")
 
-    monkeypatch.setattr("experiments.claims.cells.compare", compare)
+    monkeypatch.setattr("experiments.claims.cells.run_planner", stop_at)
     for slots in (0, 2):
         cell = Cell(ranks=Ranks(resident_slots=slots), batching=Batching(), costs=Costs())
-        with pytest.raises(KeyError):
-            run_cell(read_trace(None), cell, ("relibra", WITH_RESIDENTS))
+        for row in ("relibra", WITH_RESIDENTS):
+            run_cell(read_trace(None), cell, (row,))
         assert slots_by_row == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
 
 
@@ -214,8 +223,8 @@ def test_every_rank_has_a_sample_where_ranks_are_many():
             assert batching.batch_size >= batching.micro_batches * ranks.nodes * ranks.ranks_per_node
 
 
-def test_every_row_of_every_study_and_claim_is_a_contender():
-    row_names = contenders().keys()
+def test_every_row_of_every_study_and_claim_has_a_planner():
+    row_names = entries().keys()
     for study in full_studies("gpt-oss-20b") + quick_studies("gpt-oss-20b"):
         assert set(study.rows) <= row_names
     for paper in CLAIMS:
@@ -272,7 +281,7 @@ def test_measurements_in_another_format(tmp_path):
 
 
 def test_an_unknown_model(tmp_path, capsys):
-    assert main(["claims", "--model", "qwen3-30b-a3", "--out", str(tmp_path / "out")]) == 2
+    assert program(["--model", "qwen3-30b-a3", "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean qwen3-30b-a3b" in line
     assert not (tmp_path / "out").exists()

@@ -19,7 +19,6 @@ from experiments import (
     count_buffers,
     stragglers,
 )
-from experiments.ablation import main as run_ablation
 from experiments.bench_two_processes import __main__ as bench_two_processes
 from experiments.program import run_program
 from experiments.rl.configs import Train
@@ -71,13 +70,12 @@ OPTIONS = {
     "no command": (
         main,
         [],
-        "command '' must be one of compare, plan, inspect, advise, claims, deploy, multiplex",
+        "command '' must be one of compare, plan, inspect, advise",
     ),
     "another command": (
         main,
         ["comapre"],
-        "command 'comapre' must be one of compare, plan, inspect, advise, claims, deploy, multiplex;"
-        " did you mean compare?",
+        "command 'comapre' must be one of compare, plan, inspect, advise; did you mean compare?",
     ),
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
     "misplaced option": (
@@ -110,8 +108,6 @@ OPTIONS = {
         ["plan", "--order", "up"],
         "invalid choice 'up' for argument '--order'. Expected one of ('given', 'shuffled').",
     ),
-    "ablation's option": (run_ablation, ["--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
-    "ablation's trace": (run_ablation, ["missing.npz"], "missing.npz: no such trace"),
     "no run": (run_training, [], "training run '' must be one of demo, learn"),
     "another run": (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
     "a run's unknown option": (

@@ -2,17 +2,17 @@
 
 import base64
 import html.parser
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from support.traces import save_small_trace
 
-from relibra_jax.cli.comparison_columns import COLUMNS, OF_RESIDENTS
 from relibra_jax.cli.main import main
+from relibra_jax.evaluation import COLUMNS
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
 ROWS = ("static", "eplb", "feplb")
@@ -75,7 +75,8 @@ def test_the_page_holds_everything(written, trace):
     for option in ("relibra compare", "--ranks-per-node 2", "--rows static eplb feplb"):
         assert option in page.text
     head, *rows, balanced = page.rows
-    assert head == ["planner", *(name for name in COLUMNS if name not in OF_RESIDENTS)]
+    shown = [each for each in COLUMNS if each.heading and not each.with_residents]
+    assert head == ["planner", *(each.heading for each in shown)]
     assert [row[0] for row in rows] == ["static", "eplb", "feplb*"]
     assert balanced[0] == "perfectly balanced"
     numbers = json.loads((written / "out" / "compare.json").read_text())["planners"]
@@ -83,8 +84,8 @@ def test_the_page_holds_everything(written, trace):
         assert len(row) == len(head)
         assert row[head.index("imbalance")] == f"{expected['imbalance']:.4f}"
         assert row[head.index("time")] == f"{expected['modelled_seconds']:.2f}s"
-    for name in head[1:]:
-        assert COLUMNS[name] in page.text, "every column is explained"
+    for each in shown:
+        assert each.meaning in page.text, "every column is explained"
 
 
 REFUSED = {
@@ -140,6 +141,19 @@ def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
     assert [row[0] for row in Page(shown).rows[1:-1]] == ["static", "eplb", "feplb*"]
 
 
-def test_the_guide_explains_every_column():
-    (guide,) = (Path(__file__).parents[1] / "docs").glob("**/comparing-planners.md")
-    assert re.findall(r"^\| (\w+) \|", guide.read_text(), re.MULTILINE) == ["column", *COLUMNS]
+def test_every_column_is_one_record():
+    """A number has a name of its own and a meaning in whole sentences; headings are unique."""
+    headings = [each.heading for each in COLUMNS if each.heading]
+    assert len({each.name for each in COLUMNS}) == len(COLUMNS) > len(headings) == len(set(headings)) > 10
+    for each in COLUMNS:
+        assert re.fullmatch(r"[A-Z].*\.", each.meaning), each.name
+
+
+def test_the_guide_explains_every_number():
+    docs = Path(__file__).parents[1] / "docs"
+    spec = importlib.util.spec_from_file_location("columns", docs / "mkdocs" / "columns.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.on_page_markdown((docs / "guides" / "comparing-planners.md").read_text(), None, None, None)
+    for each in COLUMNS:
+        assert f"| {each.heading} | `{each.name}` | {each.meaning} |\n" in page

@@ -1,7 +1,5 @@
 """What figures show: a planner in one colour everywhere, and a timeline that agrees with the cost model."""
 
-import dataclasses
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -9,16 +7,12 @@ import pytest
 from experiments.claims.cells import CellResult
 from experiments.claims.figures import draw_planners
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.cli.batch_prices import count_visits, sample_lengths
-from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.figures import PARTS, compare_figure
-from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.palette import planner_style
-from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.cli.timeline import layer_timeline, timeline_figure
+from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import COLUMNS, Batching, Costs, Outcome, Ranks, compare
+from relibra_jax.evaluation.layer_timeline import layer_timeline
 from relibra_jax.planning.planners import PLANNERS
 
 OUTSIDE = "my_module:my_planner"
@@ -28,10 +22,8 @@ OUTSIDE = "my_module:my_planner"
 def figures(monkeypatch):
     """The figures that are drawn, which stay open until the test has ended."""
     drawn = []
-    for module in ("figures", "claims.figures", "timeline"):
-        monkeypatch.setattr(
-            f"relibra_jax.cli.{module}.save_figure", lambda figure, path: drawn.append(figure)
-        )
+    for module in ("relibra_jax.cli.figures", "experiments.claims.figures", "relibra_jax.cli.timeline"):
+        monkeypatch.setattr(f"{module}.save_figure", lambda figure, path: drawn.append(figure))
     yield drawn
     plt.close("all")
 
@@ -47,16 +39,16 @@ def bar_colours(axes):
     return colours
 
 
-class DrawnOutcome(Outcome):
-    """An outcome of no run."""
-
-    rank_load = np.arange(1, 17).reshape(2, 2, 2, 2)
-
-
 def outcome(planner):
-    numbers = {field.name: 1.2 for field in dataclasses.fields(Outcome)}
-    parts = dict.fromkeys(PARTS, 0.2)
-    return DrawnOutcome(**numbers | {"planner": planner, "modelled_parts": parts, "batches": []})
+    """Return an outcome of no run, whose numbers are given instead of computed."""
+    numbers = dict.fromkeys((each.name for each in COLUMNS), 1.2)
+    numbers |= {
+        "modelled_parts": dict.fromkeys(PARTS, 0.2),
+        "rank_load": np.arange(1, 17).reshape(2, 2, 2, 2),
+    }
+    made = Outcome(planner, PLANNERS["static"], None, [])
+    vars(made).update(numbers)
+    return made
 
 
 def test_a_planner_has_one_colour_in_every_figure(tmp_path, figures):
@@ -93,17 +85,15 @@ def test_a_planner_has_one_colour_in_every_figure(tmp_path, figures):
 def test_the_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
     trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
     topology = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
-    batches = make_batches(trace, Batching(micro_batches=2), topology)
-    cost_model = make_cost_model(Costs(dispatch=dispatch), trace, batches, topology)
-    contenders = {name: Contender(entry=PLANNERS[name]) for name in ("static", "eplb")}
-    outcomes = compare(contenders, batches, topology, cost_model)
+    planners = {name: PLANNERS[name] for name in ("static", "eplb")}
+    batching, cost = Batching(micro_batches=2), Costs(dispatch=dispatch)
+    outcomes = compare(planners, trace, topology, batching=batching, cost=cost, timed_runs=0)
     for each in outcomes:
-        batch = each.batches[-1]
-        cost = cost_model.price(topology, updates=0, recompute=True)
-        visits, (lengths, _) = count_visits(batch, topology, cost), sample_lengths(batch)
-        attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost)
-        times = rank_time(batch.batch_plan.layer_plans(), attention, topology, cost, visits=visits)
-        line = layer_timeline(batch, (1, 0), topology, cost_model)
+        batch, visits = each.batches[-1], each.visits[-1]
+        price = each.cost_model.price(topology, updates=0, recompute=True)
+        attention, _ = attention_time(batch.batch_plan.assignment, batch.lengths, price)
+        times = rank_time(batch.batch_plan.layer_plans(), attention, topology, price, visits=visits)
+        line = layer_timeline(each, (1, 0))
         np.testing.assert_allclose(line.experts.sum(1), 1e3 * times.compute[1, 0].ravel(), rtol=1e-5)
         if dispatch == "flat":
             hop = np.maximum(line.inside, line.crossing)
@@ -114,7 +104,7 @@ def test_the_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
         np.testing.assert_allclose(line.ends[-1], 1e3 * layer_time(times).total[1, 0], rtol=1e-5)
         assert (line.experts[:, 2].sum() > 0) == (each.planner == "eplb"), "only EPLB has replicas"
         assert not line.experts[:, 1].any(), "there are no resident slots"
-    timeline_figure(tmp_path / "timeline.png", outcomes, topology, cost_model)
+    timeline_figure(tmp_path / "timeline.png", outcomes)
     (figure,) = figures
     for axes in figure.axes:
         names = [label.get_text() for label in axes.get_yticklabels()]

@@ -11,13 +11,10 @@ from experiments.float8.recompute_time import FLOAT8_FLOPS, PLANNED, price_recom
 from experiments.program import run_program
 from experiments.rl.step import Clip
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BatchPlan, Topology
 from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.evaluation import Batching, Costs
+from relibra_jax.evaluation import Batching, Costs, PlannedBatch, make_setting
 from relibra_jax.planning.assignment import assign_in_order
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
@@ -42,9 +39,9 @@ def test_compare_by_hand():
 def test_price_recompute_waits_for_the_slowest_rank_with_and_without_float8():
     """In one node, and without effects of tiles, the expert time of a micro-batch is that of its largest rank load."""
     trace = synthetic_trace(samples=16, mean_tokens=24, layers=2, num_experts=8, top_k=2)
-    batches = make_batches(trace, Batching(batch_size=16, micro_batches=2), TOPOLOGY)
-    cost = make_cost_model(Costs(dispatch="flat", tokens_per_rank=1e6), trace, batches, TOPOLOGY)
-    replay = batches.replays[0]
+    costs = Costs(dispatch="flat", tokens_per_rank=1e6)
+    setting = make_setting(trace, TOPOLOGY, batching=Batching(batch_size=16, micro_batches=2), cost=costs)
+    cost, (replay,) = setting.cost_model, setting.batches.replays
     assignment = assign_in_order(16, TOPOLOGY, num_micro_batches=2)
     load = np.asarray(expert_load(replay, assignment, num_experts=8))
     plan = planned("static", TOPOLOGY, load)

@@ -22,11 +22,10 @@ from relibra_jax import (
     relibra,
     static,
 )
-from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import Model
+from relibra_jax.evaluation import Batches, Setting, run_planner
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import Balancer, ExpertParallel, MoELayer, expert_mesh
 from relibra_jax.nnx.derived_cost import _print_default, cluster_of
@@ -107,12 +106,10 @@ def planned(topology, cost, stages):
 
 def compared(topology, cost):
     """Return the plan that ``relibra compare`` evaluates; seed 0 stands for the key that a Balancer gets here."""
-    contender = Contender(entry=PlannerEntry(planner=PLANNER, summary="relibra"), assign=ASSIGN)
+    entry = PlannerEntry(planner=PLANNER, summary="relibra", assign=ASSIGN)
     batches = Batches([replay()], num_micro_batches=2, history=0, samples_left=0)
-    (run,), _ = run_contender(
-        *(contender, batches, topology), cost=cost.price(topology), seed=0, timed_runs=0
-    )
-    return run.batch_plan
+    (batch,) = run_planner("relibra", entry, Setting(batches, topology, cost), timed_runs=0).batches
+    return batch.batch_plan
 
 
 def assert_same_bits(actual, desired):

@@ -46,6 +46,8 @@ CONFINED = {
     "optax": {"relibra_jax.execution", "relibra_jax.nnx"},
     "orbax": {"relibra_jax.execution", "relibra_jax.nnx"},
 }
+# What experiments may take from the command line: its drawing.
+DRAWING = {f"relibra_jax.cli.{name}" for name in ("drawing", "figures", "palette", "terminal", "timeline")}
 EVERYWHERE = {"jax", "numpy"} | set(sys.stdlib_module_names) - {"pickle"}
 
 
@@ -120,3 +122,13 @@ def test_external_packages_are_imported_only_where_allowed(module):
         levels = CONFINED.get(package, ())
         allowed = package in EVERYWHERE or shapes or any(inside(module, level) for level in levels)
         assert allowed, f"{module} imports {package}"
+
+
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=module_name)
+def test_experiments_take_only_drawing_from_the_command_line(path):
+    for target in imports_of(path):
+        allowed = not inside(target, "relibra_jax.cli") or any(inside(target, name) for name in DRAWING)
+        assert allowed, f"{module_name(path)} imports {target}"

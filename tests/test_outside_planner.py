@@ -7,13 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import main
-from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.outside_planner import import_planner
-from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.contract.plan import rank_load
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Ranks, make_setting, run_planner
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.read import read_trace
 
@@ -45,13 +41,13 @@ def no_state():
 def run():
     """``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
     trace, topology = read_trace(None), Ranks(nodes=2, ranks_per_node=2).topology(16)
-    batches = make_batches(trace, Batching(micro_batches=2, batch_size=512), topology)
-    cost = make_cost_model(Costs(), trace, batches, topology).price(topology)
+    setting = make_setting(trace, topology, batching=Batching(micro_batches=2, batch_size=512))
 
     def imbalance(entry):
-        (planned,), _ = run_contender(Contender(entry=entry), batches, topology, cost=cost, seed=0)
-        at_home = np.asarray(planned.batch_plan.load).sum((2, 3)).reshape(2, -1, 2, 2, 4).sum(-1)
-        return tuple(float(batch_imbalance(load)) for load in (rank_load(planned.batch_plan.plan), at_home))
+        outcome = run_planner("a planner", entry, setting, timed_runs=0)
+        load = np.asarray(outcome.batches[0].batch_plan.load)
+        at_home = load.sum((2, 3)).reshape(2, -1, 2, 2, 4).sum(-1)
+        return outcome.imbalance, float(batch_imbalance(at_home))
 
     return imbalance
 

@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 from test_planners import LAYERS, LOADS, MICRO_BATCHES, TOPOLOGIES, make_load
 
-from relibra_jax.cli.batching import Batches, make_batches
-from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.outcomes import compare
-from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.contract.types import RoutingReplay
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, Ranks, compare
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import make_trace
@@ -23,7 +19,7 @@ FAR = [name for name, entry in PLANNERS.items() if entry.across_nodes]
 
 
 def drawn(kind):
-    """Draw tokens by a load of the contract tests, with one sample per rank; return a trace and its batch."""
+    """Draw tokens by a load of the contract tests, with one sample per rank; return a trace, which is one batch."""
     topology = TOPOLOGIES["2x4"]
     load = np.asarray(make_load(kind, topology), float)
     liking = np.log(np.maximum(load, 1e-3)).swapaxes(1, 2).swapaxes(2, 3)  # [M N G L E]
@@ -31,22 +27,23 @@ def drawn(kind):
     noise = np.random.default_rng(0).gumbel(size=(len(liking), TOKENS, *liking.shape[2:]))
     ids = np.argsort(-(liking + noise), axis=-1)[..., :TOP_K].astype(np.uint8)
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
-    return make_trace(replay, topology.num_experts, kind), Batches([replay], MICRO_BATCHES, 0, 0)
+    batching = Batching(batch_size=len(ids), micro_batches=MICRO_BATCHES)
+    return make_trace(replay, topology.num_experts, kind), batching
 
 
-def times(trace, batches, names, *, dispatch, resident_slots=0):
+def times(trace, batching, names, *, dispatch, resident_slots=0):
     """Return the modelled seconds of a batch under each planner, on 2 nodes of 4 ranks."""
-    topology = Ranks(resident_slots=resident_slots).topology(trace.num_experts)
-    cost_model = make_cost_model(Costs(dispatch=dispatch), trace, batches, topology)
-    contenders = {name: Contender(entry=PLANNERS[name]) for name in names}
-    return {
-        each.planner: each.modelled_seconds for each in compare(contenders, batches, topology, cost_model)
-    }
+    topology, cost = (
+        Ranks(resident_slots=resident_slots).topology(trace.num_experts),
+        Costs(dispatch=dispatch),
+    )
+    planners = {name: PLANNERS[name] for name in names}
+    outcomes = compare(planners, trace, topology, batching=batching, cost=cost, timed_runs=0)
+    return {outcome.planner: outcome.modelled_seconds for outcome in outcomes}
 
 
 def recorded():
-    trace = read_trace(None)
-    return trace, make_batches(trace, Batching(order="shuffled"), Ranks().topology(trace.num_experts))
+    return read_trace(None), Batching(order="shuffled")
 
 
 LOADED = {"recorded": recorded} | {
@@ -86,7 +83,7 @@ def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
 @pytest.mark.parametrize(("kind", "dispatch"), cases(dict.fromkeys(BEHIND_FAR, FAR_LANES)))
 def test_with_residents_it_is_ahead_of_replicas_across_nodes(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
-    trace, batches = LOADED[kind]()
-    (relibra,) = times(trace, batches, ["relibra"], dispatch=dispatch, resident_slots=1).values()
-    far = times(trace, batches, FAR, dispatch=dispatch)
+    trace, batching = LOADED[kind]()
+    (relibra,) = times(trace, batching, ["relibra"], dispatch=dispatch, resident_slots=1).values()
+    far = times(trace, batching, FAR, dispatch=dispatch)
     assert relibra <= min(far.values()) * (1 + 1e-6), far

@@ -59,6 +59,21 @@ PUBLIC = {
         "source_quota",
         "static",
     ],
+    "relibra_jax.evaluation": [
+        "COLUMNS",
+        "Batches",
+        "Batching",
+        "Costs",
+        "Outcome",
+        "PlannedBatch",
+        "Ranks",
+        "Setting",
+        "ablation",
+        "compare",
+        "make_setting",
+        "run_planner",
+        "table_columns",
+    ],
     "relibra_jax.models": [
         "Cache",
         "LanguageModel",
@@ -123,6 +138,7 @@ VALUES = {
     "BALANCE": "relibra_jax.contract.types",
     "EMPTY": "relibra_jax.contract.types",
     "PLANNERS": "relibra_jax.planning.planners",
+    "COLUMNS": "relibra_jax.evaluation.outcome",
     "OVERLAP_OPTIONS": "relibra_jax.execution.mesh",
     "GATINGS": "relibra_jax.execution.gating",
 }
@@ -173,7 +189,13 @@ HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich"
 
 
 @pytest.mark.parametrize(
-    "module", ["relibra_jax", "relibra_jax.integrations.maxtext", "relibra_jax.integrations.megatron"]
+    "module",
+    [
+        "relibra_jax",
+        "relibra_jax.evaluation",
+        "relibra_jax.integrations.maxtext",
+        "relibra_jax.integrations.megatron",
+    ],
 )
 def test_the_planning_core_loads_jax_and_numpy_alone(module):
     """Planning, and following a plan in another trainer, imports no framework in a fresh process."""

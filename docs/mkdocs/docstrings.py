@@ -71,7 +71,23 @@ def to_markdown(text: str, scope: griffe.Object) -> str:
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Rewrite the docstrings of everything that is loaded."""
+    """Rewrite the docstrings of everything that is loaded, and show the columns of an outcome as attributes."""
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs) -> None:
+        for name, member in list(cls.members.items()):
+            if isinstance(member, griffe.Function) and any(
+                decorator.callable_path.endswith(".column") for decorator in member.decorators
+            ):
+                cls.set_member(
+                    name,
+                    griffe.Attribute(
+                        name,
+                        lineno=member.lineno,
+                        endlineno=member.endlineno,
+                        annotation=member.returns,
+                        docstring=member.docstring,
+                    ),
+                )
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring:

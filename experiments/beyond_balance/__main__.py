@@ -14,6 +14,7 @@ then spread over fewer micro-batches, so the halves can be compared with each ot
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,25 +29,24 @@ from rich.table import Table
 
 from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
-from experiments.claims.command import some_layers
 from experiments.program import TraceName, run_program
-from relibra_jax.cli.batch_prices import with_fetch_of
-from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
+from relibra_jax.evaluation import Batches, Batching, Costs, Outcome, PlannedBatch, Setting, make_setting
+from relibra_jax.evaluation.planned import cost_for
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
-from relibra_jax.traces.trace import Trace
+from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
 RIVALS: Final = ("static", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer")
-HARDWARE, CONTEXT, TOKENS_PER_RANK = "h100", 4096.0, 16_384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,7 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
 
 
 def make_cost_model(trace: Trace, whole: Draw, topology: Topology, model: str) -> CostModel:
-    """Return the cost model of what layers run by default.
-
-    The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank. Samples
-    are priced as if they were `CONTEXT` tokens long in the mean.
+    """Return the cost model of what layers run by default; a mean micro-batch of all samples is as large as a real one.
 
     Args:
         trace: the recorded routing.
@@ -164,29 +161,18 @@ def make_cost_model(trace: Trace, whole: Draw, topology: Topology, model: str) -
         topology: the expert-parallel group.
         model: the name of the model whose sizes are priced.
     """
-    top_k = trace.replay.expert_ids.shape[-1]
-    tokens = float(whole.batch.mask.sum())
-    return CostModel(
-        cluster=CLUSTERS[HARDWARE],
-        model=dataclasses.replace(find_model(model), num_experts=trace.num_experts, top_k=top_k),
-        scale=TOKENS_PER_RANK * topology.num_ranks * whole.micro_batches / tokens,
-        stretch=CONTEXT * len(whole.batch.mask) / tokens,
-    )
+    drawn = make_trace(whole.batch, trace.num_experts, trace.name)
+    batching = Batching(batch_size=len(whole.batch.mask), micro_batches=whole.micro_batches)
+    return make_setting(drawn, topology, batching=batching, cost=Costs(model=model)).cost_model
 
 
-def run_planner(
-    entry: PlannerEntry,
-    draw: Draw,
-    topology: Topology,
-    cost_model: CostModel,
-    *,
-    seed: int,
-    variants: Sequence,
+def run_variants(
+    name: str, draw: Draw, topology: Topology, cost_model: CostModel, *, seed: int, variants: Sequence
 ) -> Iterator[tuple[tuple[str, bool], dict[str, float]]]:
     """Plan and measure a draw from each start, with samples packed or assigned.
 
     Args:
-        entry: the planner.
+        name: the name of the planner.
         draw: the samples.
         topology: the expert-parallel group.
         cost_model: the cost model.
@@ -196,31 +182,25 @@ def run_planner(
     Yields:
         Each variant with the numbers of its plan.
     """
-    layers, planner = draw.batch.expert_ids.shape[2], entry.planner
-    own_model = with_fetch_of(cost_model, topology, across_nodes=entry.across_nodes)
-    cost = own_model.price(topology)
-    first = planner.init(topology, layers, key=jax.random.key(seed))
-    contiguous = np.asarray(contiguous_homes(topology, layers))
-    starts = {"cold": (first, contiguous)}
+    entry, layers = PLANNERS[name], draw.batch.expert_ids.shape[2]
+    setting = Setting(Batches([draw.batch], draw.micro_batches, 0, 0), topology, cost_model, seed)
+    cost = cost_for(entry, setting).price(topology)
+    plan = functools.partial(plan_batch, planner=entry.planner, topology=topology, cost=cost)
+    first = entry.planner.init(topology, layers, key=jax.random.key(seed))
+    starts = {"cold": (first, np.asarray(contiguous_homes(topology, layers)))}
     if any(start == "steady" for start, _ in variants):
-        previous_plan, state = plan_batch(
-            draw.before, planner, first, topology, stages=draw.micro_batches_before, cost=cost
-        )
-        starts["steady"] = state, np.asarray(previous_plan.plan.home)
+        previous, state = plan(draw.before, state=first, stages=draw.micro_batches_before)
+        starts["steady"] = state, np.asarray(previous.plan.home)
     for start, assigned in variants:
         state, home = starts[start]
-        batch_plan, _ = plan_batch(
-            draw.batch,
-            planner,
-            state,
-            topology,
-            stages=draw.micro_batches,
-            assign=assign_samples if assigned else None,
-            key=jax.random.key(seed),
-            cost=cost,
+        assign = assign_samples if assigned else None
+        batch_plan, _ = plan(
+            draw.batch, state=state, stages=draw.micro_batches, assign=assign, key=jax.random.key(seed)
         )
         check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes)
-        yield (start, assigned), measure_plan(draw.batch, batch_plan, home, topology, own_model)
+        no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
+        planned = PlannedBatch(draw.batch, batch_plan, home, no_errors)
+        yield (start, assigned), measure_plan(Outcome(name, entry, setting, [planned]))
 
 
 def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
@@ -248,7 +228,7 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
         measures_of: dict[tuple[str, bool], list[dict[str, float]]] = {}
         for seed in range(config.seeds if is_search and full else 1):
             variants = steady + (cold if seed == 0 else [])
-            run = run_planner(PLANNERS[name], draw, topology, cost_model, seed=seed, variants=variants)
+            run = run_variants(name, draw, topology, cost_model, seed=seed, variants=variants)
             for variant, measures in run:
                 measures_of.setdefault(variant, []).append(measures)
         rows += [
@@ -292,12 +272,11 @@ def main(config: BeyondBalance) -> None:
         config: the settings.
     """
     trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=160)
-    find_model(config.model)  # raises an error before anything runs
+    look_up("model=", config.model, MODELS)  # raises an error before anything runs
     check_integer("layers", config.layers, least=1)
     draws = draw_samples(trace, config)
     for name in config.rivals:
-        if name not in PLANNERS:
-            raise ValueError(f"rivals: {name!r} must be one of {', '.join(PLANNERS)}")
+        look_up("rivals: ", name, PLANNERS)
     for ranks in config.ranks:
         make_topology(ranks, trace.num_experts)  # raises an error before anything runs
     # Most of the time is compilation, which uses one core per program; topologies share no programs.
@@ -307,8 +286,8 @@ def main(config: BeyondBalance) -> None:
     for table in itertools.chain(*(report.tables for report in reports)):
         console.print(table)
     if config.record is not None:
-        about = {"trace": trace.name, "hardware": HARDWARE, "model": config.model, "context": CONTEXT}
-        about |= {"tokens_per_rank": TOKENS_PER_RANK, "seeds": config.seeds, "layers": config.layers}
+        about = {"trace": trace.name, "seeds": config.seeds, "layers": config.layers}
+        about |= dataclasses.asdict(Costs(model=config.model))
         write_json(config.record, {**about, "tables": [report.numbers for report in reports]})
 
 

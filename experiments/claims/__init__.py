@@ -1,4 +1,4 @@
-"""``relibra claims``: the claims of papers compared with what relibra_jax reaches, in one report.
+"""The claims of papers compared with what relibra_jax reaches, in one report: ``python -m experiments.claims``.
 
 ===============  =====================================================================================
 `settings`       the studies to run: cells (a trace, a model, ranks) with their rows; a quick and a full form
@@ -12,6 +12,6 @@
 `behind`         where relibra_jax is behind
 `report`         the report as Markdown
 `figures`        the figures of the report
-`command`        the command
+`__main__`       the command
 ===============  =====================================================================================
 """

@@ -4,14 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.claims.rows import contenders
-from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.outcomes import compare
+from experiments.claims.rows import RESIDENT_SLOTS, entries
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.memory import rank_memory
 from relibra_jax.cost.models import MODELS, Model
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, Outcome, Ranks, make_setting, run_planner
 from relibra_jax.traces.trace import Trace
 
 
@@ -39,7 +36,7 @@ class CellResult:
     """The setting: the fields of `Cell`; ``experts``, the trace's number of experts; and ``replica_share``, the memory
     of replicas over that of the weights."""
     rows: dict[str, dict[str, Any]]
-    """The numbers of each row: those of `relibra_jax.cli.outcomes.Outcome`, and ``fits``, whether its memory fits a
+    """The numbers of each row: those of `relibra_jax.evaluation.Outcome`, and ``fits``, whether its memory fits a
     rank of the cluster."""
     skipped: str = ""
     """The reason why nothing was run; empty if the cell was run."""
@@ -68,7 +65,7 @@ def run_cell(
     Args:
         trace: the trace.
         cell: the setting.
-        rows: the names of the rows, from `experiments.claims.rows.contenders`.
+        rows: the names of the rows, from `experiments.claims.rows.entries`.
         progress: a function that is called with the name of each row when it has finished.
 
     Returns:
@@ -87,28 +84,36 @@ def _run(
     trace: Trace, cell: Cell, rows: Sequence[str], progress: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Any]], float]:
     """Run the rows; return their numbers, with the memory of all of the model's experts, and `replica_share`."""
-    topology = cell.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, cell.batching, topology)
-    cost_model = make_cost_model(cell.costs, trace, batches, topology)
-    table, model = contenders(), MODELS[cell.costs.model]
-    numbers: dict[str, dict[str, Any]] = {}
-    slots_of = {name: max(table[name].resident_slots, cell.ranks.resident_slots) for name in rows}
-    for slots in sorted(set(slots_of.values())):
-        chosen = {name: table[name].contender for name in rows if slots_of[name] == slots}
-        with_residents = dataclasses.replace(topology, resident_slots=slots)
-        for outcome in compare(
-            chosen, batches, with_residents, cost_model, seed=cell.batching.seed, progress=progress
-        ):
-            whole_model = dataclasses.replace(
-                with_residents,
-                num_experts=model.num_experts,
-                resident_slots=slots if outcome.residents else 0,
-            )
-            memory = rank_memory(whole_model, model, shards=cell.costs.shards).total
-            fits = memory <= cost_model.cluster.memory
-            numbers[outcome.planner] = {**outcome.numbers(), "rank_memory": memory, "fits": fits}
-    whole_model = dataclasses.replace(topology, num_experts=model.num_experts)
-    return {name: numbers[name] for name in rows}, replica_share(model, whole_model)
+    setting = make_setting(
+        trace, cell.ranks.topology(trace.num_experts), batching=cell.batching, cost=cell.costs
+    )
+    slots_of = {name: max(RESIDENT_SLOTS.get(name, 0), cell.ranks.resident_slots) for name in rows}
+    settings = {
+        slots: dataclasses.replace(
+            setting, topology=dataclasses.replace(setting.topology, resident_slots=slots)
+        )
+        for slots in set(slots_of.values())
+    }
+    numbers, table = {}, entries()
+    for name in rows:
+        numbers[name] = _numbers(run_planner(name, table[name], settings[slots_of[name]]), cell.costs)
+        progress(name)
+    model = MODELS[cell.costs.model]
+    whole_model = dataclasses.replace(setting.topology, num_experts=model.num_experts)
+    return numbers, replica_share(model, whole_model)
+
+
+def _numbers(outcome: Outcome, costs: Costs) -> dict[str, Any]:
+    """Return the numbers of a row, with the memory that a rank needs for all of the model's own experts."""
+    model, topology = MODELS[costs.model], outcome.setting.topology
+    whole_model = dataclasses.replace(
+        topology,
+        num_experts=model.num_experts,
+        resident_slots=topology.resident_slots if outcome.residents else 0,
+    )
+    memory = rank_memory(whole_model, model, shards=costs.shards).total
+    fits = memory <= outcome.cost_model.cluster.memory
+    return {**outcome.numbers(), "rank_memory": memory, "fits": fits}
 
 
 def replica_share(model: Model, topology: Topology) -> float:

@@ -13,11 +13,10 @@ from experiments.claims.cells import CellResult
 from experiments.claims.report import SWEEPS, varied
 from experiments.claims.results import Results
 from experiments.claims.rivals import OWN, best_rival, best_rows
-from experiments.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
+from experiments.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS, is_reconstruction
 from experiments.claims.rows import PARTS as ABLATIONS
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, PARTS, SYSTEMS, planner_style, system_of
-from relibra_jax.cli.planner_runs import is_reconstruction
 
 RESIDENTS: Final = "residents"
 """The group of ReLibra's rows with a resident slot."""
@@ -47,7 +46,8 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
     first = groups[0]
     order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(bars[0].get(name, ""), 0)))
     figure, panels = plt.subplots(
-        *(1, len(cells)),
+        1,
+        len(cells),
         figsize=(2.4 + 4.3 * len(cells), 1.6 + 0.36 * len(order)),
         layout="constrained",
         squeeze=False,
@@ -122,7 +122,8 @@ def _draw_group(axes: Axes, line: int, main_row: str | None, rows: Mapping[str, 
         axes.barh(line, rows[main_row], color=planner_style(system_of(main_row)).colour, height=0.7)
         weight = "bold" if main_row.startswith("relibra") else "normal"
         axes.annotate(
-            *(f"{rows[main_row]:.0%}", (1, line)),
+            f"{rows[main_row]:.0%}",
+            (1, line),
             xycoords=axes.get_yaxis_transform(),
             ha="right",
             va="center",
@@ -132,7 +133,9 @@ def _draw_group(axes: Axes, line: int, main_row: str | None, rows: Mapping[str, 
         )
     other_speeds = [speed for name, speed in rows.items() if name != main_row]
     axes.plot(
-        *(other_speeds, [line] * len(other_speeds), "o"),
+        other_speeds,
+        [line] * len(other_speeds),
+        "o",
         markersize=4.5,
         markeredgewidth=0.8,
         markerfacecolor="white",

@@ -10,12 +10,10 @@ from experiments.claims.own_loads import OwnLoad
 from experiments.claims.published import CLAIMS, Claim, Figure, figure_of
 from experiments.claims.results import Results
 from experiments.claims.rivals import best_rival
-from experiments.claims.rows import HEADLINE
-from relibra_jax.cli.advise.thresholds import PAYS, Point, threshold
-from relibra_jax.cli.planner_runs import is_reconstruction
+from experiments.claims.rows import HEADLINE, is_reconstruction
+from relibra_jax.evaluation.advice import TRANSFERS
+from relibra_jax.evaluation.thresholds import PAYS, Point, threshold
 
-TRANSFERS: Final = ("exposed", "push", "reorder")
-"""The parts of a batch's modelled time in which experts are transferred and nothing else runs."""
 HOW_LOOSE: Final = (
     "The lower bound (relibra_jax/cost/least_time.py) covers all homes, residents, replicas and assignments of whole"
     " samples. It is a relaxation: it pads nothing, and it is loose for crossings."

@@ -1,11 +1,10 @@
 """The rows of the claims by name: each a planner, how samples are assigned, and its number of resident slots."""
 
-from typing import Final, NamedTuple
+from typing import Final
 
-from relibra_jax.cli.ablation import ablation
-from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.evaluation import ablation
+from relibra_jax.evaluation.variants import with_samples_assigned
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 
 WITH_RESIDENTS: Final = "relibra, residents"
 WITH_ALL: Final = "relibra, residents, assigned"
@@ -30,20 +29,16 @@ PARTS: Final = (
 """The parts of ReLibra alone, and alternatives to them."""
 
 
-class Row(NamedTuple):
-    """One row of the claims."""
-
-    contender: Contender
-    """The planner, and how samples are assigned for it."""
-    resident_slots: int = 0
-    """The number of resident slots on each rank."""
+RESIDENT_SLOTS: Final = {WITH_RESIDENTS: 1, WITH_ALL: 1}
+"""The number of resident slots on each rank, for the rows that have any."""
 
 
-def contenders() -> dict[str, Row]:
-    """Make all rows, by name."""
-    rows = {name: Row(Contender(entry=entry)) for name, entry in PLANNERS.items()}
-    rows |= {name: Row(contender) for name, contender in ablation().items()}
-    relibra = PLANNERS["relibra"]
-    rows[WITH_RESIDENTS] = Row(Contender(entry=relibra), resident_slots=1)
-    rows[WITH_ALL] = Row(Contender(entry=relibra, assign=assign_samples), resident_slots=1)
-    return rows
+def entries() -> dict[str, PlannerEntry]:
+    """Return the planner of every row, by name."""
+    own = {WITH_RESIDENTS: PLANNERS["relibra"], WITH_ALL: with_samples_assigned("relibra")}
+    return PLANNERS | ablation() | own
+
+
+def is_reconstruction(name: str) -> bool:
+    """Return whether the planner of a row was implemented from its publication alone, without its source code."""
+    return name in PLANNERS and PLANNERS[name].reconstruction

@@ -17,11 +17,13 @@ from experiments.deploy.figure import draw_deployment
 from experiments.deploy.report import deployment_numbers, deployment_table, explain
 from experiments.deploy.serving import MEMORY_SHARE, Grid, Serving
 from experiments.program import TraceName, run_program
-from relibra_jax.cli.modelled_time import find_cluster, find_model
 from relibra_jax.cli.terminal import progress_bar
 from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_seed
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 
@@ -72,9 +74,9 @@ class Deploy:
         if not self.replica_slots:
             raise ValueError("replica_slots must name at least one number of slots")
         serving = Serving(
-            model=find_model(self.model),
-            attention=find_cluster(self.attention_cluster),
-            experts=find_cluster(self.expert_cluster),
+            model=look_up("model=", self.model, MODELS),
+            attention=look_up("cluster=", self.attention_cluster, CLUSTERS),
+            experts=look_up("cluster=", self.expert_cluster, CLUSTERS),
             attention_price=self.attention_price,
             expert_price=self.expert_price,
             context=self.context,

@@ -25,17 +25,14 @@ from rich.table import Table
 
 from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
 from experiments.program import TraceName
-from relibra_jax.cli.batch_prices import count_visits, sample_lengths
-from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.palette import INK, planner_style
-from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, PlannedBatch, Ranks, make_setting, run_planner
+from relibra_jax.evaluation.prices import count_visits
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.limits import check_integer, check_not_negative
 from relibra_jax.traces.read import read_trace
@@ -112,8 +109,10 @@ def price_recompute(
     price = cost_model.price(topology, updates=0, recompute=True)
     recomputes = []
     for batch in batches:
-        visits, (lengths, row_length) = count_visits(batch, topology, price), sample_lengths(batch)
-        time = batch_time(batch.batch_plan, lengths, topology, price, visits=visits, row_length=row_length)
+        visits, lengths = count_visits(batch, topology, price), batch.lengths
+        time = batch_time(
+            batch.batch_plan, lengths, topology, price, visits=visits, row_length=batch.row_length
+        )
         share, compute = 0.0, float(time.compute)
         if rule is not None:
             marks = mark_hot_ranks(batch.batch_plan.plan, rule)
@@ -148,8 +147,8 @@ def model_times(config: Float8Time, console: Console) -> None:
     """
     trace = read_trace(config.trace)
     topology = config.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, config.batching, topology)
-    cost = make_cost_model(config.costs, trace, batches, topology)
+    setting = make_setting(trace, topology, batching=config.batching, cost=config.costs)
+    batches, cost = setting.batches, setting.cost_model
     floor = math.ceil(config.min_rows / cost.scale)
     rules = [None, *(HotRanks(threshold=threshold, min_rows=floor) for threshold in config.thresholds)]
     priced: dict[str, list[Priced]] = {}
@@ -158,12 +157,7 @@ def model_times(config: Float8Time, console: Console) -> None:
     for column in ("float8 above", "ranks", "experts, ms", "recompute, ms", "speedup"):
         table.add_column(column, justify="right")
     for name in PLANNED:
-        planned, _ = run_contender(
-            *(Contender(entry=PLANNERS[name]), batches, topology),
-            cost=cost.price(topology),
-            seed=config.batching.seed,
-            timed_runs=0,
-        )
+        planned = run_planner(name, PLANNERS[name], setting, timed_runs=0).batches
         exact, *marked = priced[name] = [
             price_recompute(planned, topology, cost, rule, float8_flops=FLOAT8_FLOPS[config.costs.cluster])
             for rule in rules

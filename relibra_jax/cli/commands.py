@@ -7,7 +7,7 @@ from typing import Any, Final
 import tyro
 from rich.console import Console
 
-from relibra_jax.cli.advise.command import Advise, run_advise
+from relibra_jax.cli.advise import Advise, run_advise
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.plan import MakePlan, run_plan

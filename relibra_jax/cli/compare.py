@@ -1,7 +1,7 @@
 """``relibra compare``: runs planners on a trace; writes a table, two figures, the numbers and an optional HTML page."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,22 +10,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.comparison_columns import balanced_cells, explain_columns, outcome_cells
 from relibra_jax.cli.comparison_page import check_page, command_line, write_page
 from relibra_jax.cli.figures import compare_figure
-from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
-from relibra_jax.cli.planner_runs import Contender, is_reconstruction
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.evaluation import Batching, Costs, Ranks
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.evaluation import Batching, Costs, Outcome, Ranks, ablation, compare, table_columns
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.atomic_write import write_json
-from relibra_jax.support.suggestions import suggest_names
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 
@@ -39,6 +34,8 @@ class Compare:
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
+    ablation: bool = False
+    """Compare the parts of ReLibra, each alone, and alternatives to them, instead of all planners."""
     rows: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all rows)")] = ()
     """The names of the planners (rows of the table) to run."""
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -50,25 +47,11 @@ class Compare:
 
 
 def run_compare(options: Compare, console: Console) -> None:
-    """Compare the planners of the planner table, by `compare_contenders`."""
-    planners = {name: Contender(entry=entry) for name, entry in PLANNERS.items()}
-    compare_contenders(planners, options, console)
-
-
-def compare_contenders(
-    contenders: Mapping[str, Contender],
-    options: Compare,
-    console: Console,
-    *,
-    program: str = "relibra compare",
-) -> None:
     """Run planners on a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders: the contenders, by name.
         options: the trace, the settings, the rows to run, and the folder to write to.
         console: the console that the table is printed on.
-        program: the command, as the HTML page shows it.
 
     Raises:
         ValueError: if the trace and the settings do not fit each other, or a row or planner is unknown. Nothing is
@@ -78,76 +61,69 @@ def compare_contenders(
         check_page(options.html)
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, options.batching, topology)
-    cost_model = make_cost_model(options.costs, trace, batches, topology)
-    chosen = choose_rows(contenders, options.rows, options.planner)
+    chosen = choose_rows(ablation() if options.ablation else PLANNERS, options.rows, options.planner)
     with progress_bar(console, width=16) as bar:
-        task = bar.add_task("planning", total=len(chosen))
+        task = bar.add_task("planning", total=2 * len(chosen))
+
+        def progress(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
         outcomes = compare(
-            chosen,
-            batches,
-            topology,
-            cost_model,
-            seed=options.batching.seed,
-            progress=lambda name: bar.update(task, advance=1, description=name),
+            chosen, trace, topology, batching=options.batching, cost=options.costs, progress=progress
         )
-    micro_batches, layers = outcomes[0].rank_load.shape[:2]
-    setting = (
-        f"{trace.name}: {micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
+        report = _report(options, trace, outcomes, progress)
+    setting, (micro_batches, layers) = outcomes[0].setting, outcomes[0].rank_load.shape[:2]
+    title = (
+        f"{micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
         + (f", {topology.resident_slots} resident slots" if topology.resident_slots else "")
     )
-    table = comparison_table(outcomes, setting, residents=topology.resident_slots > 0)
-    console.print(table, crop=False, soft_wrap=True)
-    if any(is_reconstruction(outcome.planner) for outcome in outcomes):
+    console.print(comparison_table(outcomes, f"{trace.name}: {title}"), crop=False, soft_wrap=True)
+    if any(outcome.entry.reconstruction for outcome in outcomes):
         console.print(RECONSTRUCTION, style="dim")
-    columns = list(outcome_cells(outcomes[0], residents=topology.resident_slots > 0))
-    console.print(explain_columns(columns), style="dim", highlight=False)
-    priced = _priced(options.costs, cost_model.on(topology))
+    legend = "\n".join(f"{each.heading}: {each.meaning}" for each in table_columns(outcomes[0]))
+    console.print(legend, style="dim", highlight=False)
+    priced = _priced(options.costs, setting.cost_model.on(topology))
     console.print(f"modelled times are for {priced}", style="dim")
-    used = _samples_used(options.batching, batches.samples_left)
-    notes = [note for note in (trace.note, used, "" if batches.history else NO_HISTORY) if note]
+    samples = _samples_used(options.batching, setting.batches.samples_left)
+    notes = [note for note in (trace.note, samples, "" if setting.batches.history else NO_HISTORY) if note]
     for note in notes:
         console.print(f"note: {note}", style="dim")
     options.out.mkdir(parents=True, exist_ok=True)
     figure, timeline, numbers = (
         options.out / name for name in ("compare.png", "timeline.png", "compare.json")
     )
-    compare_figure(figure, outcomes, setting)
-    timeline_figure(timeline, _for_timeline(outcomes), topology, cost_model)
-    write_json(numbers, _report(options, trace, outcomes))
+    compare_figure(figure, outcomes, f"{trace.name}: {title}")
+    timeline_figure(timeline, _for_timeline(outcomes))
+    write_json(numbers, report)
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
     if options.html is not None:
         about = {
-            "Command": command_line(program, options),
+            "Command": command_line("relibra compare", options),
             "Trace": trace.name,
-            "Setting": setting.removeprefix(f"{trace.name}: "),
+            "Setting": title,
             "Modelled times": f"for {priced}",
             **({"Notes": "; ".join(notes)} if notes else {}),
         }
-        figures = {"compare": figure, "timeline": timeline}
-        write_page(options.html, outcomes, about, figures, residents="resid" in columns)
+        write_page(options.html, outcomes, about, {"compare": figure, "timeline": timeline})
         console.print(f"page: {options.html}", highlight=False, soft_wrap=True)
 
 
 def choose_rows(
-    table: Mapping[str, Contender], rows: Sequence[str], outside: Sequence[str]
-) -> dict[str, Contender]:
-    """Choose the contenders to run.
+    table: Mapping[str, PlannerEntry], rows: Sequence[str], outside: Sequence[str]
+) -> dict[str, PlannerEntry]:
+    """Choose the planners to run.
 
     Args:
-        table: all contenders, by name.
-        rows: the names of the contenders to run. If empty, the whole table is run.
+        table: all planners, by name.
+        rows: the names of the planners to run. If empty, the whole table is run.
         outside: the user's own planners, each written ``module:attribute``. They come after the others.
 
     Raises:
         ValueError: if a name is not in the table, or a user's planner cannot be imported.
     """
-    for name in rows:
-        if name not in table:
-            raise ValueError(f"row {name!r} must be one of {', '.join(table)}{suggest_names(name, table)}")
-    chosen = {name: table[name] for name in (rows or table)}
-    return chosen | {name: Contender(entry=import_planner(name)) for name in outside}
+    chosen = {name: look_up("row ", name, table) for name in (rows or table)}
+    return chosen | {name: import_planner(name) for name in outside}
 
 
 NO_HISTORY: Final = "there is only one batch, so planners that plan from earlier batches had no history"
@@ -162,23 +138,22 @@ RECONSTRUCTION: Final = (
 )
 
 
-def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) -> Table:
+def comparison_table(outcomes: list[Outcome], title: str) -> Table:
     """Make a table with one line for each outcome, and the perfectly balanced run below them.
 
     Args:
         outcomes: the outcomes, in the order of the lines.
         title: the title of the table: the trace and the ranks.
-        residents: whether there are resident slots. If so, the table has two more columns.
     """
-    table = wide_table(title, width=TABLE_WIDTH)
-    lines = [outcome_cells(outcome, residents=residents) for outcome in outcomes]
+    table, columns = wide_table(title, width=TABLE_WIDTH), table_columns(outcomes[0])
     table.add_column("planner", no_wrap=True)
-    for name in lines[0]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for outcome, cells in zip(outcomes, lines, strict=True):
-        table.add_row(f"{outcome.planner}{'*' * is_reconstruction(outcome.planner)}", *cells.values())
+    for each in columns:
+        table.add_column(each.heading, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        name = f"{outcome.planner}{'*' * outcome.entry.reconstruction}"
+        table.add_row(name, *(each.cell(outcome) for each in columns))
     table.add_section()
-    table.add_row("balanced", *balanced_cells(outcomes[0], list(lines[0])).values(), style="dim")
+    table.add_row("balanced", *(each.balanced(outcomes[0]) for each in columns), style="dim")
     return table
 
 
@@ -197,11 +172,18 @@ def _priced(costs: Costs, run: CostModel) -> str:
     return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {rows}"
 
 
-def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:
+def _report(
+    options: Compare, trace: Trace, outcomes: list[Outcome], progress: Callable[[str], None]
+) -> dict[str, object]:
+    """Return the content of the JSON file; the numbers of every outcome are computed here."""
     settings: dict[str, object] = {"trace": trace.name, "note": trace.note}
     for part in (options.ranks, options.batching, options.costs):
         settings |= dataclasses.asdict(part)
-    return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
+    planners = []
+    for outcome in outcomes:
+        planners.append(outcome.numbers())
+        progress(outcome.planner)
+    return {"settings": settings, "jax": jax.__version__, "planners": planners}
 
 
 def _samples_used(batching: Batching, left: int) -> str:

@@ -8,35 +8,16 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jinja2
 
-from relibra_jax.cli.comparison_columns import COLUMNS, balanced_cells, outcome_cells
-from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import planner_style
-from relibra_jax.cli.planner_runs import is_reconstruction
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.evaluation import Outcome, table_columns
 from relibra_jax.support.atomic_write import write_atomically
 
 TEMPLATE: Final = "comparison_page.html.jinja"
-
-
-class PageRow(NamedTuple):
-    """One planner on the page."""
-
-    planner: str
-    summary: str
-    """A description of the planner in one line; empty for a planner outside the table of planners."""
-    reconstruction: bool
-    """Whether the planner was written from the text of its source, without code."""
-    colour: str
-    """The colour of the planner in the figures."""
-    cells: dict[str, str]
-    """The numbers, by column."""
-    fastest: bool
-    """Whether no other planner takes less modelled time."""
 
 
 def check_page(path: Path) -> None:
@@ -55,12 +36,7 @@ def check_page(path: Path) -> None:
 
 
 def write_page(
-    path: Path,
-    outcomes: list[Outcome],
-    about: Mapping[str, str],
-    figures: Mapping[str, Path],
-    *,
-    residents: bool,
+    path: Path, outcomes: list[Outcome], about: Mapping[str, str], figures: Mapping[str, Path]
 ) -> None:
     """Write the page of a comparison.
 
@@ -69,42 +45,21 @@ def write_page(
         outcomes: the outcome of each planner, in the order of the rows.
         about: what was compared, as names and values: the command, the trace and the settings.
         figures: the PNG files ``compare`` and ``timeline``, which become part of the page.
-        residents: whether there are resident slots, for which two more columns are shown.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files("relibra_jax.cli").joinpath(TEMPLATE).read_text())
-    rows = _rows(outcomes, residents=residents)
-    columns = list(rows[0].cells)
     now = datetime.datetime.now(tz=datetime.UTC)
     versions = f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}"
     page = template.render(
         about={**about, "Date": f"{now:%Y-%m-%d %H:%M} UTC", "Versions": versions},
-        rows=rows,
-        fastest=next(row for row in rows if row.fastest),
-        balanced=balanced_cells(outcomes[0], columns),
-        columns={name: COLUMNS[name] for name in columns},
+        outcomes=outcomes,
+        fastest=min(outcomes, key=lambda outcome: outcome.modelled_seconds),
+        colours={outcome.planner: planner_style(outcome.planner).colour for outcome in outcomes},
+        columns=table_columns(outcomes[0]),
         figures={name: base64.b64encode(figure.read_bytes()).decode() for name, figure in figures.items()},
     )
     with write_atomically(path) as part:
         part.write_text(page, encoding="utf-8")
-
-
-def _rows(outcomes: list[Outcome], *, residents: bool) -> list[PageRow]:
-    least = min(outcomes, key=lambda outcome: outcome.modelled_seconds)
-    rows = []
-    for outcome in outcomes:
-        entry = PLANNERS.get(outcome.planner)
-        rows.append(
-            PageRow(
-                outcome.planner,
-                entry.summary if entry else "",
-                is_reconstruction(outcome.planner),
-                planner_style(outcome.planner).colour,
-                outcome_cells(outcome, residents=residents),
-                outcome is least,
-            )
-        )
-    return rows
 
 
 def command_line(program: str, options: Any) -> str:

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import INK, PHASES, planner_style
+from relibra_jax.evaluation import Outcome
 from relibra_jax.planning.planners import PLANNERS
 
 LINES: Final = ("static", "eplb", "lplb", "ultraep", "relibra", "relibra_across")
@@ -39,7 +39,8 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
         title: the setting that was run.
     """
     figure, (left, middle, right) = plt.subplots(
-        *(1, 3),
+        1,
+        3,
         figsize=(13, max(4.2, 1.6 + 0.23 * len(outcomes))),
         width_ratios=[1, 1, 1.05],
         gridspec_kw={"wspace": 0.05},

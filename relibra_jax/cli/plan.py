@@ -7,17 +7,13 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from relibra_jax.cli.batch_prices import with_fetch_of
-from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.plan_files import save_plan
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting, run_planner
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.support.suggestions import suggest_names
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 
 
@@ -47,18 +43,12 @@ def run_plan(options: MakePlan, console: Console) -> None:
         ValueError: if the planner is unknown, or the trace and the settings do not fit each other. Nothing is written
             then.
     """
-    if options.planner not in PLANNERS:
-        hint = suggest_names(options.planner, PLANNERS)
-        raise ValueError(f"planner {options.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
+    entry = look_up("planner ", options.planner, PLANNERS)
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, options.batching, topology)
-    contender = Contender(entry=PLANNERS[options.planner])
-    cost_model = make_cost_model(options.costs, trace, batches, topology)
-    across_nodes = contender.entry.across_nodes
-    cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).price(topology)
-    planned, _ = run_contender(contender, batches, topology, cost=cost, seed=options.batching.seed)
-    plan = planned[-1].batch_plan.plan
+    setting = make_setting(trace, topology, batching=options.batching, cost=options.costs)
+    outcome = run_planner(options.planner, entry, setting, timed_runs=0)
+    plan = outcome.batches[-1].batch_plan.plan
     options.out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(options.out, plan, topology)
     console.print(

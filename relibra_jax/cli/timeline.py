@@ -1,25 +1,20 @@
-"""The timeline of one layer: what every rank computes and sends, and where it waits, as the cost model sees it."""
+"""The figure of one layer's timeline: what every rank computes and sends, and where it waits."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import GRID, IDLE, INK, PHASES
-from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.contract.plan import rank_load
-from relibra_jax.contract.types import Array, Topology
-from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.step_time import attention_time, rank_time
-from relibra_jax.cost.traffic import count_sent, count_traffic
+from relibra_jax.contract.types import Topology
+from relibra_jax.evaluation import Outcome, PlannedBatch
+from relibra_jax.evaluation.layer_timeline import LayerTimeline, layer_timeline
 
 MOST_RANKS: Final = 16
 """The ranks of one planner that fit a figure; at least one node is drawn."""
@@ -38,86 +33,7 @@ KEYS: Final = {
 """The legend, by the names of `relibra_jax.cli.palette.PHASES`."""
 
 
-class LayerTimeline(NamedTuple):
-    """Modelled milliseconds of the forward pass of one layer of one micro-batch, for every flat rank."""
-
-    attention: np.ndarray
-    experts: np.ndarray
-    """``[P 3]``: in home, resident and replica slots."""
-    inside: np.ndarray
-    """Dispatch inside the node; combine takes as long."""
-    crossing: np.ndarray
-    """Dispatch between nodes; combine takes as long."""
-    gather: np.ndarray
-    """Filling the buffers of dispatch; those of combine take as long."""
-    transfer: np.ndarray
-    """The replicas that the rank sends or receives, beside attention."""
-    sent: np.ndarray
-    """Tokens, or token copies on the flat path, that the rank has to send to other nodes at dispatch."""
-    hierarchical: bool
-    """Whether the hop inside nodes follows that between nodes at dispatch, and precedes it at combine. On the flat path
-    both networks work at the same time."""
-
-    @property
-    def exchange(self) -> float:
-        """The length of dispatch or combine, without the buffers."""
-        inside, crossing = float(self.inside.max()), float(self.crossing.max())
-        return crossing + inside if self.hierarchical else max(crossing, inside)
-
-    @property
-    def ends(self) -> np.ndarray:
-        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine."""
-        before = max(self.attention.max(), self.transfer.max())
-        exchange = self.exchange + self.gather.max()
-        return np.cumsum([before, exchange, self.experts.sum(1).max(), exchange])
-
-
-def layer_timeline(
-    batch: PlannedBatch, place: tuple[int, int], topology: Topology, cost_model: CostModel
-) -> LayerTimeline:
-    """Return the timeline of one layer of one micro-batch under a plan.
-
-    Args:
-        batch: the batch and its plan.
-        place: the indices of the micro-batch and the layer.
-        topology: the expert-parallel group.
-        cost_model: the cost model, which gives the length of each phase.
-    """
-    cost = cost_model.price(topology, updates=0, recompute=True)
-    visits = count_visits(batch, topology, cost)
-    layer_plans = batch.batch_plan.layer_plans()
-    lengths, row_length = sample_lengths(batch)
-    attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost, row_length=row_length)
-    times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
-    rows = _count_sent(layer_plans, topology, cost, visits=visits)
-    needed = _count_traffic(layer_plans, topology, visits=visits).slow_sent
-
-    def at_place(part: Array) -> np.ndarray:
-        return np.asarray(part, float)[place].ravel()
-
-    quota = np.asarray(batch.batch_plan.plan.quota)[place].reshape(topology.num_ranks, -1)
-    tiles = np.ceil(quota / float(cost.tile))
-    kinds = np.split(tiles, [topology.home_slots, topology.held_slots], axis=1)
-    shares = np.stack([kind.sum(1) for kind in kinds], 1) / np.maximum(tiles.sum(1), 1)[:, None]
-    # Dispatch is one of the two exchanges of a forward pass.
-    return LayerTimeline(
-        attention=1e3 * at_place(times.attention),
-        experts=1e3 * at_place(times.compute)[:, None] * shares,
-        inside=1e3 / 2 * float(cost.spread) * at_place(rows.inside),
-        crossing=1e3 / 2 * float(cost.crossing) * at_place(rows.between),
-        gather=1e3 / 2 * at_place(times.gather),
-        transfer=1e3 * at_place(times.fetch),
-        sent=cost_model.scale * at_place(needed),
-        hierarchical=cost.hierarchical,
-    )
-
-
-_rank_time, _count_sent, _count_traffic = jax.jit(rank_time), jax.jit(count_sent), jax.jit(count_traffic)
-
-
-def timeline_figure(
-    path: Path, outcomes: Sequence[Outcome], topology: Topology, cost_model: CostModel
-) -> None:
+def timeline_figure(path: Path, outcomes: Sequence[Outcome]) -> None:
     """Draw what every rank does in one layer of one micro-batch, forward, under several planners.
 
     The layer and the micro-batch are those of the last batch in which the first planner is most uneven. Each rank has
@@ -127,20 +43,16 @@ def timeline_figure(
     Args:
         path: the PNG file to write.
         outcomes: the outcome of each planner, from top to bottom.
-        topology: the expert-parallel group.
-        cost_model: the cost model, which gives the length of each phase.
     """
+    topology = outcomes[0].setting.topology
     load = np.asarray(rank_load(outcomes[0].batches[-1].batch_plan.plan), float)
     fullest = (load.max((2, 3)) - load.mean((2, 3))).argmax()
     micro_batch, layer = (int(each) for each in np.unravel_index(fullest, load.shape[:2]))
-    lines = {
-        outcome.planner: layer_timeline(outcome.batches[-1], (micro_batch, layer), topology, cost_model)
-        for outcome in outcomes
-    }
+    lines = {outcome.planner: layer_timeline(outcome, (micro_batch, layer)) for outcome in outcomes}
     nodes = _nodes_drawn(load[micro_batch, layer], topology)
     height = 0.7 + 0.27 * len(nodes) * topology.ranks_per_node
     figure, rows = plt.subplots(
-        *(len(outcomes), 1), figsize=(11, 1.2 + height * len(outcomes)), sharex=True, layout="constrained"
+        len(outcomes), figsize=(11, 1.2 + height * len(outcomes)), sharex=True, layout="constrained"
     )
     longest = max(line.ends[-1] for line in lines.values())
     for axes, outcome in zip(np.atleast_1d(rows), outcomes, strict=True):
@@ -238,7 +150,8 @@ def _describe(
     ):
         if end - start > 0.07 * longest:
             axes.annotate(
-                *(name, ((start + end) / 2, 1)),
+                name,
+                ((start + end) / 2, 1),
                 xycoords=axes.get_xaxis_transform(),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -247,7 +160,8 @@ def _describe(
                 color="#555555",
             )
     axes.annotate(
-        *(f"{line.ends[-1]:.1f} ms", (line.ends[-1], 1)),
+        f"{line.ends[-1]:.1f} ms",
+        (line.ends[-1], 1),
         xycoords=axes.get_xaxis_transform(),
         xytext=(3, 2),
         textcoords="offset points",
@@ -258,7 +172,8 @@ def _describe(
         sent = line.sent.reshape(-1, local)[node].sum()
         middle = (number + 0.5) * local - 0.5
         axes.annotate(
-            *(f"node {node} has\n{_thousands(sent)} {unit}\nfor other nodes", (line.ends[-1], middle)),
+            f"node {node} has\n{_thousands(sent)} {unit}\nfor other nodes",
+            (line.ends[-1], middle),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",

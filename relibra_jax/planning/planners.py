@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 from relibra_jax.contract.planner import Planner
+from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.foremoe import foremoe
@@ -40,6 +41,8 @@ class PlannerEntry:
     """How often the planner chooses replicas: for every ``micro_batch``, or once per ``batch``."""
     reconstruction: bool = False
     """Whether the system's code is not public, so that the planner follows the text of its paper alone."""
+    assign: Assign | None = None
+    """The function that assigns samples to ranks and micro-batches. None keeps the assignment by lengths."""
 
 
 PLANNERS: dict[str, PlannerEntry] = {

@@ -61,3 +61,18 @@ def make_trace(
     names, domain = np.unique(category, return_inverse=True)
     domains = tuple(map(str, names))
     return Trace(replay, num_experts, name, note, domain.astype(np.int32), domains, synthetic)
+
+
+def some_layers(trace: Trace, count: int) -> Trace:
+    """Keep some layers of a trace, evenly spaced from the first to the last.
+
+    Args:
+        trace: the trace.
+        count: the number of layers to keep, at least 1. A trace with no more layers is returned unchanged.
+    """
+    layers = trace.replay.expert_ids.shape[2]
+    if layers <= count:
+        return trace
+    kept = [layer * (layers - 1) // max(count - 1, 1) for layer in range(count)]
+    replay = trace.replay._replace(expert_ids=trace.replay.expert_ids[:, :, kept])
+    return trace._replace(replay=replay, note=f"{trace.note}; {count} of {layers} layers".removeprefix("; "))

@@ -5,6 +5,7 @@ true loads, which routing replay gives before a batch runs. All times are modell
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,22 +14,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.advise.figure import draw_advice
-from relibra_jax.cli.advise.pricing import (
-    STEPS,
-    Advice,
-    Setting,
-    best_slots,
-    over_skew,
-    over_tokens,
-    price,
-)
-from relibra_jax.cli.advise.strategies import Strategy, strategies
-from relibra_jax.cli.advise.thresholds import EVEN_SHARES, PAYS, Point, threshold
+from relibra_jax.cli.advice_figure import draw_advice
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.types import Topology
-from relibra_jax.evaluation import Batching, Costs, Ranks
+from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting
+from relibra_jax.evaluation.advice import STEPS, Advice, best_slots, over_skew, over_tokens, price
+from relibra_jax.evaluation.strategies import strategies
+from relibra_jax.evaluation.thresholds import EVEN_SHARES, PAYS, Point, route_some_evenly, threshold
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_positive
 from relibra_jax.traces.read import read_trace
@@ -75,12 +68,14 @@ def run_advise(options: Advise, console: Console) -> None:
     """
     trace = read_trace(options.trace)
     topology = _topology(options, 0, 0, trace.num_experts)
-    setting = Setting(trace, topology, options.batching, options.costs)
-    _, cost_model = setting.read()
+    prepare = functools.partial(
+        make_setting, topology=topology, batching=options.batching, cost=options.costs
+    )
+    setting = prepare(trace)
     tried = strategies(replica_slots=options.replica_slots, resident_slots=options.resident_slots)
     for strategy in tried:  # raises before anything runs if the slots do not fit
         _topology(options, strategy.replica_slots, strategy.resident_slots, trace.num_experts)
-    limit = cost_model.cluster.memory
+    limit = setting.cost_model.cluster.memory
     if options.memory is not None:
         check_positive("memory", options.memory)
         limit = options.memory * 1e9
@@ -94,8 +89,9 @@ def run_advise(options: Advise, console: Console) -> None:
         best = _best_within(advice, limit)
         candidates = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
         bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(candidates))
-        sizes = over_tokens(candidates, setting, progress=progress)
-        skews = over_skew(candidates, setting, progress=progress)
+        sizes = over_tokens(candidates, setting, options.costs.tokens_per_rank, progress=progress)
+        flatter = (route_some_evenly(trace, share, seed=options.batching.seed) for share in EVEN_SHARES)
+        skews = over_skew(candidates, map(prepare, flatter), progress=progress)
     title = (
         f"{trace.name} on {options.nodes} nodes x {options.ranks_per_node} ranks: {options.costs.model} on"
         f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
@@ -203,7 +199,5 @@ def _pays(quantity: str, points: Sequence[Point], number: str) -> str:
 
 
 def _numbers(advice: Advice) -> dict[str, object]:
-    strategy: Strategy = advice.strategy
-    numbers = {name: value for name, value in advice._asdict().items() if name != "strategy"}
-    settings = {name: value for name, value in strategy._asdict().items() if name != "contender"}
-    return settings | numbers
+    numbers = advice.strategy._asdict() | advice._asdict()
+    return {name: value for name, value in numbers.items() if name not in ("strategy", "entry")}

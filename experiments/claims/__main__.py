@@ -1,9 +1,13 @@
-"""``relibra claims``: runs planners under the conditions of papers, and reports how their claims compare."""
+"""``python -m experiments.claims [TRACE]``: compare the claims of papers with what relibra_jax reaches.
+
+It runs planners under the conditions of the papers, and writes a report as Markdown, figures, and the numbers as JSON.
+"""
 
 import dataclasses
 import datetime
 import os
 import platform
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -19,13 +23,14 @@ from experiments.claims.own_loads import run_own_loads
 from experiments.claims.report import SWEEPS, write_report
 from experiments.claims.results import Results
 from experiments.claims.settings import PAPER_RANKS, Study, full_studies, quick_studies
-from experiments.program import TraceName
-from relibra_jax.cli.modelled_time import find_model
+from experiments.program import TraceName, run_program
 from relibra_jax.cli.terminal import progress_bar
+from relibra_jax.cost.models import MODELS
 from relibra_jax.support.atomic_write import write_atomically, write_json
 from relibra_jax.support.limits import check_integer
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
-from relibra_jax.traces.trace import Trace
+from relibra_jax.traces.trace import Trace, some_layers
 
 QUICK_LAYERS: Final = 4
 """The most layers of a trace that the quick form runs."""
@@ -35,7 +40,7 @@ FULL_RANKS: Final = max(nodes * local for nodes, local in PAPER_RANKS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claims:
-    """Compare the claims of papers with relibra_jax: writes a report as Markdown, figures, and the numbers as JSON."""
+    """Compare the claims of papers with relibra_jax."""
 
     trace: TraceName = None
     """The recorded trace: a name or the path of an .npz file."""
@@ -51,18 +56,18 @@ class Claims:
     """The folder that the report, its figures and the numbers are written to."""
 
 
-def run_claims(options: Claims, console: Console) -> None:
+def main(options: Claims) -> None:
     """Run the studies, print where relibra_jax is behind, and write the report.
 
     Args:
         options: the trace, the form (quick or full), and the folder to write to.
-        console: the console that progress and findings are printed on.
 
     Raises:
         ValueError: if the trace does not fit the full form, the model is unknown, or a file of kept measurements has
             a different format. Nothing is written then.
     """
-    find_model(options.model)
+    console = Console()
+    look_up("model=", options.model, MODELS)
     check_integer("layers", options.layers, least=1)
     measured = read_measured(options.measured)
     studies = quick_studies(options.model) if options.quick else full_studies(options.model)
@@ -94,21 +99,6 @@ def run_claims(options: Claims, console: Console) -> None:
     for line in behind(results) or ["relibra_jax is behind nowhere in this run"]:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     console.print(f"report: {options.out / 'claims.md'}", highlight=False, soft_wrap=True)
-
-
-def some_layers(trace: Trace, count: int) -> Trace:
-    """Keep some layers of a trace, evenly spaced from the first to the last.
-
-    Args:
-        trace: the trace.
-        count: the number of layers to keep, at least 1. A trace with no more layers is returned unchanged.
-    """
-    layers = trace.replay.expert_ids.shape[2]
-    if layers <= count:
-        return trace
-    kept = [layer * (layers - 1) // max(count - 1, 1) for layer in range(count)]
-    replay = trace.replay._replace(expert_ids=trace.replay.expert_ids[:, :, kept])
-    return trace._replace(replay=replay, note=f"{trace.note}; {count} of {layers} layers".removeprefix("; "))
 
 
 def _run_studies(
@@ -153,9 +143,13 @@ def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:
     arguments = [Path(trace).name] if (trace := options.trace or os.environ.get("RELIBRA_TRACE")) else []
     arguments += ["--quick"] * options.quick + ["--layers", str(options.layers), "--model", options.model]
     return {
-        "command": " ".join(["relibra", "claims", *arguments]),
+        "command": " ".join(["python -m experiments.claims", *arguments]),
         "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), on which planning was timed",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "versions": f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}, Python {platform.python_version()}",
         "traces": "; ".join(f"{trace.name} ({trace.note or 'recorded'})" for trace in traces.values()),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, Claims, description=__doc__))

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
+from typing import Any
 
-from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.contract.planner import Place, Placement, PlanRequest
 from relibra_jax.contract.types import BALANCE, Array, Plan, Topology
 from relibra_jax.planning.ablation.placement_methods import descend, longest_first
@@ -36,20 +36,29 @@ def _without_replicas(request: PlanRequest, placement: Placement, topology: Topo
     return without_replicas(request.by_expert, placement.home, topology)
 
 
-def _variant(summary: str, **parts) -> Contender:
-    return Contender(entry=PlannerEntry(planner=relibra(**parts), summary=summary))
+def _variant(summary: str, **parts: Any) -> PlannerEntry:
+    return PlannerEntry(planner=relibra(**parts), summary=summary)
 
 
-def ablation() -> dict[str, Contender]:
-    """Return the rows of ``python -m experiments.ablation``, by name."""
+def with_samples_assigned(name: str) -> PlannerEntry:
+    """Return the planner of a name with samples assigned to ranks and micro-batches for it.
+
+    Args:
+        name: a name in `relibra_jax.planning.planners.PLANNERS`.
+    """
+    return dataclasses.replace(PLANNERS[name], assign=assign_samples)
+
+
+def ablation() -> dict[str, PlannerEntry]:
+    """Return each mechanism of ReLibra alone, alternatives to each, and planners to compare with, by name."""
     fastest = cheapest([PLANNERS[name].planner for name in ("relibra", "eplb", "lplb")])
     return {
-        "static": Contender(entry=PLANNERS["static"]),
-        "static + assign": Contender(entry=PLANNERS["static"], assign=assign_samples),
+        "static": PLANNERS["static"],
+        "static + assign": with_samples_assigned("static"),
         "+ reorder": _variant("reordering alone", place=_place_alone, replicate=_without_replicas),
         "+ replicate": _variant("replication alone", place=keep_homes),
-        "relibra": Contender(entry=PLANNERS["relibra"]),
-        "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign_samples),
+        "relibra": PLANNERS["relibra"],
+        "relibra + assign": with_samples_assigned("relibra"),
         "thorough": _variant("a longer search", place=functools.partial(place_experts, steps=40_000)),
         "place for balance": _variant(
             "homes annealed for balance, not for modelled time", place=_place_for_balance()
@@ -68,20 +77,16 @@ def ablation() -> dict[str, Contender]:
         "splits only": _variant(
             "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
         ),
-        "eplb": Contender(entry=PLANNERS["eplb"]),
-        "lplb": Contender(entry=PLANNERS["lplb"]),
-        "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
-        "far while hidden": Contender(
-            entry=PlannerEntry(
-                planner=relibra(replicate=replicate_while_hidden),
-                summary="replicas on any node, where attention hides their transfer in modelled time",
-                across_nodes=True,
-            )
+        "eplb": PLANNERS["eplb"],
+        "lplb": PLANNERS["lplb"],
+        "relibra_across": PLANNERS["relibra_across"],
+        "far while hidden": PlannerEntry(
+            planner=relibra(replicate=replicate_while_hidden),
+            summary="replicas on any node, where attention hides their transfer in modelled time",
+            across_nodes=True,
         ),
-        "fastest of three": Contender(
-            entry=PlannerEntry(
-                planner=fastest,
-                summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",
-            )
+        "fastest of three": PlannerEntry(
+            planner=fastest,
+            summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",
         ),
     }

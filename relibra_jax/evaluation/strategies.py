@@ -4,10 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from relibra_jax.cli.ablation import ablation
-from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.evaluation.variants import ablation, with_samples_assigned
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 
 
 class Strategy(NamedTuple):
@@ -17,7 +15,7 @@ class Strategy(NamedTuple):
     """The name, which says what the strategy does."""
     foresight: str
     """The loads that it plans from: ``none``, the ``history``, those of the ``batch``, or of every ``micro-batch``."""
-    contender: Contender
+    entry: PlannerEntry
     """The planner, and how samples are assigned."""
     replica_slots: int
     """The number of replica slots on each rank, R."""
@@ -40,29 +38,24 @@ def strategies(*, replica_slots: Sequence[int], resident_slots: Sequence[int]) -
         resident_slots: the numbers of resident slots on each rank to try.
     """
     parts = ablation()
-    relibra = PLANNERS["relibra"]
-    both, assigned = Contender(entry=relibra), Contender(entry=relibra, assign=assign_samples)
+    both, with_samples = PLANNERS["relibra"], with_samples_assigned("relibra")
     replicas, residents = sorted(set(replica_slots) - {0}), sorted(set(resident_slots) - {0})
     tried = [
-        Strategy("nothing", "none", Contender(entry=PLANNERS["static"]), 0, 0),
+        Strategy("nothing", "none", PLANNERS["static"], 0, 0),
         Strategy("reorder", "batch", parts["+ reorder"], 0, 0),
     ]
     for slots in replicas:
         tried += [
-            Strategy(
-                "place once, replicate once", "history", Contender(entry=PLANNERS["eplb_history"]), slots, 0
-            ),
-            Strategy(
-                "place once, replicate once", "batch", Contender(entry=PLANNERS["eplb_batch"]), slots, 0
-            ),
+            Strategy("place once, replicate once", "history", PLANNERS["eplb_history"], slots, 0),
+            Strategy("place once, replicate once", "batch", PLANNERS["eplb_batch"], slots, 0),
             Strategy("replicate", "micro-batch", parts["+ replicate"], slots, 0),
             Strategy("reorder, replicate", "micro-batch", both, slots, 0),
-            Strategy("reorder, replicate, assign", "micro-batch", assigned, slots, 0),
+            Strategy("reorder, replicate, assign", "micro-batch", with_samples, slots, 0),
         ]
     tried += [Strategy("reorder, residents", "micro-batch", both, 0, slots) for slots in residents]
     for replica, resident in itertools.product(replicas, residents):
         tried += [
             Strategy("reorder, replicate, residents", "micro-batch", both, replica, resident),
-            Strategy("all, and assign", "micro-batch", assigned, replica, resident),
+            Strategy("all, and assign", "micro-batch", with_samples, replica, resident),
         ]
     return tried

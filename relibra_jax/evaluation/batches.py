@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from relibra_jax.contract.types import RoutingReplay, Topology
-from relibra_jax.evaluation import Batching
+from relibra_jax.evaluation.settings import Batching
 from relibra_jax.planning.sample_packing import micro_batches_for
 from relibra_jax.support.limits import check_integer, check_seed
 from relibra_jax.traces.bootstrap import bootstrap_samples, check_drawn

@@ -6,10 +6,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-from relibra_jax.cli.advise.pricing import Advice
-from relibra_jax.cli.advise.thresholds import PAYS, Point
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, PHASES, planner_style
+from relibra_jax.evaluation.advice import Advice
+from relibra_jax.evaluation.thresholds import PAYS, Point
 
 
 def draw_advice(
@@ -36,7 +36,8 @@ def draw_advice(
     transfers = [each.transfers for each in advice]
     bars.barh(rows, computing, color=PHASES["home"], height=0.68, label="layers")
     bars.barh(
-        *(rows, transfers),
+        rows,
+        transfers,
         left=computing,
         color=PHASES["transfer"],
         height=0.68,
@@ -45,7 +46,8 @@ def draw_advice(
     best = min(rows, key=lambda row: advice[row].seconds)
     for row, each in enumerate(advice):
         bars.annotate(
-            *(f"{each.seconds:.2f}", (each.seconds, row)),
+            f"{each.seconds:.2f}",
+            (each.seconds, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
@@ -76,7 +78,8 @@ def draw_advice(
         bare(panel, "y")
     axes["size"].set_xscale("log")
     axes["skew"].annotate(
-        *(f"dotted: {PAYS:.0%}, from which it pays", (1, PAYS)),
+        f"dotted: {PAYS:.0%}, from which it pays",
+        (1, PAYS),
         xycoords=axes["skew"].get_yaxis_transform(),
         xytext=(0, 3),
         textcoords="offset points",

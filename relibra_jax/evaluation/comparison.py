@@ -1,0 +1,84 @@
+"""Comparison of planners on the same batches of a trace."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.types import Topology
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.evaluation.outcome import Outcome
+from relibra_jax.evaluation.planned import plan_in_turn
+from relibra_jax.evaluation.setting import Setting, make_setting
+from relibra_jax.evaluation.settings import Batching, Costs
+from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.traces.trace import Trace
+
+TIMED_RUNS: Final = 5
+"""The number of timed runs of planning, of which the median is reported."""
+
+
+def compare(
+    planners: Mapping[str, Planner | PlannerEntry],
+    trace: Trace,
+    topology: Topology,
+    *,
+    batching: Batching = Batching(),  # noqa: B008
+    cost: Costs | CostModel = Costs(),  # noqa: B008
+    timed_runs: int = TIMED_RUNS,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Outcome]:
+    """Run every planner on the same batches of a trace, and check every plan.
+
+    Args:
+        planners: the planners by name. A `PlannerEntry` also says how samples are assigned, and what to expect of its
+            plans.
+        trace: the trace, for example from `relibra_jax.traces.read.read_trace`.
+        topology: the expert-parallel group.
+        batching: how the trace is divided into batches and micro-batches, and the seed of planning.
+        cost: what is priced, for the planners and for the outcomes: `Costs`, which names hardware and a model, or a
+            `CostModel`.
+        timed_runs: how many times planning of the last batch is timed. 0 does not time it.
+        progress: a function that is called with the name of each planner when it has planned all batches.
+
+    Returns:
+        The outcome of each planner, in the order of ``planners``. Its numbers are computed when they are first read.
+
+    Raises:
+        ValueError: under the conditions of `make_setting`; if a planner rejects its input; or if it returns a plan that
+            is not valid or does not fit this machine's memory.
+
+    >>> from relibra_jax import relibra, static
+    >>> from relibra_jax.evaluation import Ranks
+    >>> from relibra_jax.traces.read import read_trace
+    >>> trace, planners = read_trace("recorded"), {"static": static(), "relibra": relibra()}
+    >>> topology = Ranks(nodes=2, ranks_per_node=2).topology(trace.num_experts)
+    >>> placed, balanced = compare(planners, trace, topology, batching=Batching(micro_batches=2), timed_runs=0)
+    >>> balanced.imbalance < placed.imbalance and balanced.modelled_seconds < placed.modelled_seconds
+    True
+    """
+    setting = make_setting(trace, topology, batching=batching, cost=cost)
+    outcomes = []
+    for name, planner in planners.items():
+        outcomes.append(run_planner(name, planner, setting, timed_runs=timed_runs))
+        progress(name)
+    return outcomes
+
+
+def run_planner(
+    name: str, planner: Planner | PlannerEntry, setting: Setting, *, timed_runs: int = TIMED_RUNS
+) -> Outcome:
+    """Run one planner on a setting, and check its plans.
+
+    Args:
+        name: the name of the planner, for the outcome and for error messages.
+        planner: the planner, as in `compare`.
+        setting: the batches, ranks and costs.
+        timed_runs: how many times planning of the last batch is timed. 0 does not time it.
+
+    Raises:
+        ValueError: if the planner rejects its input, or returns a plan that is not valid or does not fit this machine's
+            memory.
+    """
+    entry = PlannerEntry(planner=planner, summary=name) if isinstance(planner, Planner) else planner
+    batches, timings = plan_in_turn(name, entry, setting, timed_runs=timed_runs)
+    return Outcome(name, entry, setting, batches, timings)

@@ -1,0 +1,118 @@
+"""Crossings between nodes of a planned batch, its modelled time, and the times of balanced runs."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.contract.plan import contiguous_homes, expert_totals
+from relibra_jax.contract.types import Array, Price, Topology
+from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.evaluation.planned import PlannedBatch
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.routing.visits import node_visits
+
+
+class Crossings(NamedTuple):
+    """Crossings of the slow network per token at dispatch: tokens (hierarchical path) or token copies (flat path)."""
+
+    mean: float
+    """The mean over all tokens of a batch."""
+    busiest: float
+    """What the busiest rank sends or receives, divided by the tokens of the mean rank; of the busiest node where the
+    ranks of a node share a link. Over micro-batches it is the sum of maxima over the sum of means."""
+
+
+def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"] | None:
+    """Count the node visits of a batch's tokens with `node_visits`; return None on the flat path.
+
+    Args:
+        batch: the batch with its plan.
+        topology: the expert-parallel group.
+        cost: the price, of which only the path is used.
+    """
+    return node_visits(batch.replay, batch.batch_plan, topology) if cost.hierarchical else None
+
+
+def count_crossings(
+    batch: PlannedBatch, topology: Topology, *, shared_link: bool, visits: Int[Array, "M L P N"] | None
+) -> Crossings:
+    """Count the crossings of the slow network per token of a batch, without padding.
+
+    Args:
+        batch: the batch with its plan.
+        topology: the expert-parallel group.
+        shared_link: whether the ranks of a node share a link, so that the busiest node counts and not the busiest rank.
+        visits: the node visits of its tokens, as `count_visits` returns them.
+    """
+    traffic = _count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
+    slow = np.stack([traffic.slow_sent, traffic.slow_received]).astype(float)
+    if shared_link:
+        slow = slow.mean(-1)[..., None]
+    layers = batch.batch_plan.load.shape[1]
+    tokens = max(float(np.asarray(batch.replay.mask).sum()) * layers, 1.0)
+    busiest = topology.num_ranks * slow.max((0, 3, 4)).sum()
+    sent = topology.num_ranks * slow[0].mean((2, 3)).sum()
+    return Crossings(sent / tokens, busiest / tokens)
+
+
+def time_of_batch(
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
+) -> BatchTime:
+    """Model the time of a batch under its plan, with the reorder before it.
+
+    Args:
+        batch: the batch with its plan.
+        topology: the expert-parallel group.
+        cost: the price.
+        visits: the node visits of its tokens, as `count_visits` returns them.
+    """
+    return batch_time(
+        batch.batch_plan,
+        batch.lengths,
+        topology,
+        cost,
+        visits=visits,
+        previous_home=batch.previous_home,
+        row_length=batch.row_length,
+    )
+
+
+def time_of_balanced(
+    batch: PlannedBatch, topology: Topology, cost: Price, *, local: bool = False
+) -> BatchTime:
+    """Model the time of the balanced run with as many tokens as a batch.
+
+    Args:
+        batch: the batch with its plan.
+        topology: the expert-parallel group.
+        cost: the price.
+        local: whether as much crosses as with the batch's own samples at contiguous homes, evenly spread. Otherwise
+            routing is uniform.
+    """
+    return balanced_time(
+        batch.batch_plan.load,
+        batch.lengths,
+        topology,
+        cost,
+        visits=_contiguous_visits(batch, topology, cost) if local else None,
+        row_length=batch.row_length,
+        rows=batch.batch_plan.assignment.sample.shape[-1],
+    )
+
+
+def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"]:
+    """Count what each rank would send to each node at contiguous homes: tokens, or token copies on the flat path."""
+    load = jnp.asarray(batch.batch_plan.load)
+    if not cost.hierarchical:
+        return load.reshape(*load.shape[:2], topology.num_ranks, topology.num_nodes, -1).sum(-1)
+    home = contiguous_homes(topology, load.shape[1])
+    plan = _without_replicas(expert_totals(load), jnp.asarray(home), topology)
+    return node_visits(batch.replay, batch.batch_plan._replace(plan=plan), topology)
+
+
+_count_traffic = jax.jit(count_traffic)
+_without_replicas = jax.jit(without_replicas)
