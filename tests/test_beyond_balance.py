@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from experiments.beyond_balance.__main__ import BeyondBalance, draw_samples, main
-from experiments.beyond_balance.measures import count_crossings, micro_batches_to_pay
+from experiments.beyond_balance.measures import micro_batches_to_pay
 from experiments.program import run_program
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.replay_files import save_replay
-from relibra_jax.contract.types import Topology
 
 TINY = (
     "--ranks",
@@ -42,16 +41,6 @@ def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "tiny.npz"
     save_replay(path, synthetic.replay, num_experts=8)
     return str(path)
-
-
-def test_crossings_wait_for_the_busiest():
-    """Two nodes of two ranks; one micro-batch, one layer. Tokens that stay in a node do not count."""
-    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
-    visits = np.array([[90, 5], [90, 3], [1, 90], [0, 90]])[None, None]
-    crossings = count_crossings(visits, np.array([100]), topology)
-    assert crossings.mean == pytest.approx(9 / 100)
-    assert crossings.busiest_node == pytest.approx(8 / 50)
-    assert crossings.busiest_rank == pytest.approx(5 / 25)
 
 
 def test_halves_and_the_previous_batch_share_no_sample():

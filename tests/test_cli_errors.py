@@ -81,7 +81,7 @@ OPTIONS = {
     "misplaced option": (
         main,
         ["--seed"],
-        "Unrecognized or misplaced options: --seed (applied to relibra); did you mean --seeds?",
+        "Unrecognized or misplaced options: --seed (applied to relibra)",
     ),
     "unknown option": (main, ["plan", "--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
     "another command's option": (main, ["plan", "--rows", "static"], f"{UNKNOWN}--rows, static"),

@@ -1,7 +1,7 @@
 """``relibra compare``: runs planners on a trace; writes a table, two figures, the numbers and an optional HTML page."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,7 +17,16 @@ from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.evaluation import Batching, Costs, Outcome, Ranks, ablation, compare, table_columns
+from relibra_jax.evaluation import (
+    Batching,
+    Costs,
+    Outcome,
+    Ranks,
+    ablation,
+    make_setting,
+    run_planner,
+    table_columns,
+)
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.suggestions import look_up
@@ -62,17 +71,15 @@ def run_compare(options: Compare, console: Console) -> None:
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     chosen = choose_rows(ablation() if options.ablation else PLANNERS, options.rows, options.planner)
+    setting = make_setting(trace, topology, batching=options.batching, cost=options.costs)
     with progress_bar(console, width=16) as bar:
-        task = bar.add_task("planning", total=2 * len(chosen))
-
-        def progress(name: str) -> None:
+        task = bar.add_task("planning", total=len(chosen))
+        outcomes, rows = [], []
+        for name, entry in chosen.items():
+            outcomes.append(run_planner(name, entry, setting))
+            rows.append(outcomes[-1].numbers())
             bar.update(task, advance=1, description=name)
-
-        outcomes = compare(
-            chosen, trace, topology, batching=options.batching, cost=options.costs, progress=progress
-        )
-        report = _report(options, trace, outcomes, progress)
-    setting, (micro_batches, layers) = outcomes[0].setting, outcomes[0].rank_load.shape[:2]
+    micro_batches, layers = outcomes[0].rank_load.shape[:2]
     title = (
         f"{micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
@@ -95,7 +102,7 @@ def run_compare(options: Compare, console: Console) -> None:
     )
     compare_figure(figure, outcomes, f"{trace.name}: {title}")
     timeline_figure(timeline, _for_timeline(outcomes))
-    write_json(numbers, report)
+    write_json(numbers, {**_settings(options, trace), "planners": rows})
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
     if options.html is not None:
         about = {
@@ -172,18 +179,12 @@ def _priced(costs: Costs, run: CostModel) -> str:
     return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {rows}"
 
 
-def _report(
-    options: Compare, trace: Trace, outcomes: list[Outcome], progress: Callable[[str], None]
-) -> dict[str, object]:
-    """Return the content of the JSON file; the numbers of every outcome are computed here."""
+def _settings(options: Compare, trace: Trace) -> dict[str, object]:
+    """Return what was compared, for the JSON file."""
     settings: dict[str, object] = {"trace": trace.name, "note": trace.note}
     for part in (options.ranks, options.batching, options.costs):
         settings |= dataclasses.asdict(part)
-    planners = []
-    for outcome in outcomes:
-        planners.append(outcome.numbers())
-        progress(outcome.planner)
-    return {"settings": settings, "jax": jax.__version__, "planners": planners}
+    return {"settings": settings, "jax": jax.__version__}
 
 
 def _samples_used(batching: Batching, left: int) -> str:

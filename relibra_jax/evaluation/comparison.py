@@ -1,6 +1,6 @@
 """Comparison of planners on the same batches of a trace."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from relibra_jax.contract.planner import Planner
@@ -25,9 +25,10 @@ def compare(
     batching: Batching = Batching(),  # noqa: B008
     cost: Costs | CostModel = Costs(),  # noqa: B008
     timed_runs: int = TIMED_RUNS,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Outcome]:
     """Run every planner on the same batches of a trace, and check every plan.
+
+    It is `make_setting`, and `run_planner` for each planner.
 
     Args:
         planners: the planners by name. A `PlannerEntry` also says how samples are assigned, and what to expect of its
@@ -38,7 +39,6 @@ def compare(
         cost: what is priced, for the planners and for the outcomes: `Costs`, which names hardware and a model, or a
             `CostModel`.
         timed_runs: how many times planning of the last batch is timed. 0 does not time it.
-        progress: a function that is called with the name of each planner when it has planned all batches.
 
     Returns:
         The outcome of each planner, in the order of ``planners``. Its numbers are computed when they are first read.
@@ -57,11 +57,7 @@ def compare(
     True
     """
     setting = make_setting(trace, topology, batching=batching, cost=cost)
-    outcomes = []
-    for name, planner in planners.items():
-        outcomes.append(run_planner(name, planner, setting, timed_runs=timed_runs))
-        progress(name)
-    return outcomes
+    return [run_planner(name, planner, setting, timed_runs=timed_runs) for name, planner in planners.items()]
 
 
 def run_planner(
