@@ -88,8 +88,7 @@ def main(config: BenchWarmStart) -> None:
     draws = [measure_draw(counts, start, topology, seed=seed) for seed in range(config.seeds)]
     title = (
         f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
-        f" {config.ranks_per_node} ranks, 2 replica slots per rank; means of"
-        f" {config.seeds} draws"
+        f" {config.ranks_per_node} ranks, 2 replica slots per rank; means of {config.seeds} draws"
     )
     Console(width=120).print(_table(draws, title))
 
@@ -138,8 +137,17 @@ def _plan(
     start: Placement | None = None,
     rounds: int = 4,
 ) -> tuple[BatchPlan, Any]:
-    options = {"assign": assign_samples, "key": key, "rounds": rounds, "start": start}
-    (batch_plan,), state = plan_batch(batch, PLANNER, state, topology, stages=[stage], **options)
+    (batch_plan,), state = plan_batch(
+        batch,
+        PLANNER,
+        state,
+        topology,
+        stages=[stage],
+        assign=assign_samples,
+        key=key,
+        rounds=rounds,
+        start=start,
+    )
     return batch_plan, state
 
 
