@@ -11,10 +11,27 @@ This module exports the planning core, pure functions of arrays that need only j
 
 from importlib.metadata import version as _version
 
-from relibra_jax.contract.check import check_plan
-from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.check import check_load, check_plan
+from relibra_jax.contract.plan import (
+    assemble_plan,
+    contiguous_homes,
+    home_layout,
+    rank_load,
+    replica_experts,
+    resident_experts,
+)
 from relibra_jax.contract.plan_files import load_plan, save_plan
-from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
+from relibra_jax.contract.planner import (
+    Init,
+    Place,
+    PlacedRoutes,
+    Placement,
+    Planner,
+    PlanRequest,
+    Replicate,
+    Transitions,
+    Update,
+)
 from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import (
@@ -28,20 +45,24 @@ from relibra_jax.contract.types import (
     RoutingReplay,
     Topology,
 )
-from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.batch import Batch, count_batch, fill_unfinished
-from relibra_jax.planning.metrics import batch_imbalance, imbalance
+from relibra_jax.planning.metrics import batch_imbalance, imbalance, moved_experts
+from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.routes import Routes
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
-from relibra_jax.rollout import replay_from_rollout, sample_counts
+from relibra_jax.rollout.counts import sample_counts
+from relibra_jax.rollout.ingest import replay_from_rollout
 from relibra_jax.routing.split import source_quota
+from relibra_jax.routing.visits import node_visits
 
 __version__ = _version("relibra-jax")
 
@@ -49,40 +70,56 @@ __all__ = [
     "BALANCE",
     "EMPTY",
     "PLANNERS",
+    "Assign",
     "Assignment",
     "Batch",
     "BatchPlan",
+    "Init",
     "LayerPlan",
+    "Place",
     "PlacedRoutes",
     "Placement",
     "Plan",
     "PlanRequest",
     "Planner",
     "Price",
+    "Replicate",
+    "Routes",
     "RoutingReplay",
     "Stage",
     "Topology",
+    "Transitions",
+    "Update",
+    "assemble_plan",
     "assign_in_order",
     "assign_samples",
     "batch_imbalance",
+    "check_load",
     "check_plan",
+    "contiguous_homes",
     "count_batch",
     "eplb",
     "expert_load",
     "fill_unfinished",
+    "home_layout",
     "imbalance",
     "load_plan",
     "load_replay",
     "lplb",
     "micro_batches_for",
+    "moved_experts",
+    "node_visits",
     "pack_samples",
     "place_experts",
     "plan_batch",
+    "plan_per_node",
     "rank_load",
     "rebalance_experts",
     "relibra",
     "replay_from_rollout",
+    "replica_experts",
     "replicate_experts",
+    "resident_experts",
     "sample_counts",
     "sample_load",
     "save_plan",

@@ -13,7 +13,7 @@ import numpy as np
 
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
 
 LEFT_PADDED = np.array([[0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]], bool)
 

@@ -42,7 +42,7 @@ CONFINED = {
     "rich": {"relibra_jax.cli"},
     "jinja2": {"relibra_jax.cli"},
     "matplotlib": {"relibra_jax.cli"},
-    "scipy": {"relibra_jax.rollout.engine_placements"},
+    "scipy": {"relibra_jax.integrations.engine_placements"},
     "optax": {"relibra_jax.execution", "relibra_jax.nnx"},
     "orbax": {"relibra_jax.execution", "relibra_jax.nnx"},
 }

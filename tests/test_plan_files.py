@@ -12,8 +12,7 @@ from support.plans import planned, random_plan
 
 from relibra_jax.contract.plan_files import load_plan, save_plan
 from relibra_jax.contract.types import EMPTY, Plan, Topology
-from relibra_jax.planning.baselines.eplb import rebalance_experts
-from relibra_jax.rollout.engine_placements import (
+from relibra_jax.integrations.engine_placements import (
     from_physical,
     from_sglang,
     homes_only,
@@ -22,6 +21,7 @@ from relibra_jax.rollout.engine_placements import (
     to_sglang,
     to_vllm,
 )
+from relibra_jax.planning.baselines.eplb import rebalance_experts
 from relibra_jax.support.atomic_write import write_atomically
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -13,132 +14,28 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-PUBLIC = {
-    "relibra_jax": [
-        "BALANCE",
-        "EMPTY",
-        "PLANNERS",
-        "Assignment",
-        "Batch",
-        "BatchPlan",
-        "LayerPlan",
-        "PlacedRoutes",
-        "Placement",
-        "Plan",
-        "PlanRequest",
-        "Planner",
-        "Price",
-        "RoutingReplay",
-        "Stage",
-        "Topology",
-        "assign_in_order",
-        "assign_samples",
-        "batch_imbalance",
-        "check_plan",
-        "count_batch",
-        "eplb",
-        "expert_load",
-        "fill_unfinished",
-        "imbalance",
-        "load_plan",
-        "load_replay",
-        "lplb",
-        "micro_batches_for",
-        "pack_samples",
-        "place_experts",
-        "plan_batch",
-        "rank_load",
-        "rebalance_experts",
-        "relibra",
-        "replay_from_rollout",
-        "replicate_experts",
-        "sample_counts",
-        "sample_load",
-        "save_plan",
-        "save_replay",
-        "source_quota",
-        "static",
-    ],
-    "relibra_jax.evaluation": [
-        "COLUMNS",
-        "Batches",
-        "Batching",
-        "Costs",
-        "Outcome",
-        "PlannedBatch",
-        "Ranks",
-        "Setting",
-        "ablation",
-        "compare",
-        "make_setting",
-        "run_planner",
-        "table_columns",
-    ],
-    "relibra_jax.models": [
-        "Cache",
-        "LanguageModel",
-        "ModelConfig",
-        "ModelOutput",
-        "load_pretrained",
-        "make_model",
-        "pretrained_tensors",
-        "save_pretrained",
-    ],
-    "relibra_jax.execution": [
-        "OVERLAP_OPTIONS",
-        "Capacities",
-        "ExpertParallel",
-        "LayerExperts",
-        "PreparedLayer",
-        "Residents",
-        "check_capacities",
-        "check_residents",
-        "check_same_plan",
-        "count_capacities",
-        "expert_mesh",
-        "fetch_replicas",
-        "grow_capacities",
-        "migrate_experts",
-        "moe_layer",
-        "optimizer_layers",
-        "prepare_layer",
-        "prepare_layers",
-        "push_residents",
-        "rank_sharding",
-        "return_gradients",
-        "worst_case_capacities",
-    ],
-    "relibra_jax.nnx": [
-        "GATINGS",
-        "Balancer",
-        "BalancerState",
-        "CorrectionBias",
-        "ExpertParallel",
-        "ExpertParam",
-        "Gating",
-        "Homes",
-        "MoELayer",
-        "MoEOutput",
-        "PreparedBatch",
-        "RowPacking",
-        "accumulate_gradients",
-        "check_executed",
-        "expert_labels",
-        "expert_mesh",
-        "get_homes",
-        "prepare_residents",
-        "reorder_experts",
-        "restore_training",
-        "save_training",
-        "set_homes",
-    ],
-}
+PACKAGES = (
+    "relibra_jax",
+    "relibra_jax.cost",
+    "relibra_jax.evaluation",
+    "relibra_jax.execution",
+    "relibra_jax.nnx",
+    "relibra_jax.models",
+    "relibra_jax.integrations",
+    "pallas_kernels",
+)
+"""The packages whose ``__all__`` is the public interface."""
+PUBLIC = {package: importlib.import_module(package).__all__ for package in PACKAGES}
+MODULES = {"relibra_jax.integrations": PUBLIC.pop("relibra_jax.integrations")}
+"""The package that lists modules, because each of them needs other packages."""
 # Values have no __doc__ of their own; a string after their definition documents them.
 VALUES = {
     "BALANCE": "relibra_jax.contract.types",
     "EMPTY": "relibra_jax.contract.types",
     "PLANNERS": "relibra_jax.planning.planners",
+    "CLUSTERS": "relibra_jax.cost.hardware",
     "COLUMNS": "relibra_jax.evaluation.outcome",
+    "MODELS": "relibra_jax.cost.models",
     "OVERLAP_OPTIONS": "relibra_jax.execution.mesh",
     "GATINGS": "relibra_jax.execution.gating",
 }
@@ -156,18 +53,38 @@ def string_below(module, name):
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_the_names_are_these(package):
+def test_package_has_its_public_names(package):
     module = importlib.import_module(package)
-    assert module.__all__ == PUBLIC[package]
     assert module.__doc__
     for name in PUBLIC[package]:
         assert hasattr(module, name), name
 
 
+def test_package_lists_modules_that_exist():
+    for package, names in MODULES.items():
+        for name in names:
+            assert importlib.util.find_spec(f"{package}.{name}"), name
+
+
+def test_all_is_defined_by_public_packages_alone():
+    paths = [path for root in ("relibra_jax", "pallas_kernels") for path in (ROOT / root).rglob("*.py")]
+    having = [path for path in paths if re.search(r"^__all__", path.read_text(), re.MULTILINE)]
+    named = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in having}
+    assert named == set(PACKAGES)
+    assert all(path.name == "__init__.py" for path in having)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_reference_shows_public_packages_alone(package):
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert f"::: {package}\n" in pages[package.removeprefix("relibra_jax.")]
+    assert len(pages) == len(PACKAGES) + 1  # and the index
+
+
 @pytest.mark.parametrize(
     ("package", "name"), [(package, name) for package, names in PUBLIC.items() for name in names]
 )
-def test_every_name_says_what_it_is(package, name):
+def test_public_name_has_a_docstring(package, name):
     value = getattr(importlib.import_module(package), name)
     documented = string_below(VALUES[name], name) if name in VALUES else value.__doc__
     assert documented
@@ -175,7 +92,7 @@ def test_every_name_says_what_it_is(package, name):
     assert not documented.startswith(f"{name}(")
 
 
-def test_the_version_is_that_of_the_project():
+def test_version_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert importlib.import_module("relibra_jax").__version__ == project["version"]
 
@@ -197,7 +114,7 @@ HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich"
         "relibra_jax.integrations.megatron",
     ],
 )
-def test_the_planning_core_loads_jax_and_numpy_alone(module):
+def test_planning_core_loads_jax_and_numpy_alone(module):
     """Planning, and following a plan in another trainer, imports no framework in a fresh process."""
     program = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
     ran = subprocess.run(
@@ -206,9 +123,9 @@ def test_the_planning_core_loads_jax_and_numpy_alone(module):
     assert ran.stdout.split() == []
 
 
-def test_the_page_lists_them():
+def test_page_of_public_names_lists_them():
     text = (ROOT / "docs" / "public-api.md").read_text()
-    for module, names in PUBLIC.items():
+    for module, names in {**PUBLIC, **MODULES}.items():
         listed = re.search(rf"\n`{re.escape(module)}`\n\n(.*?)\n\n", text, re.DOTALL)
         assert listed, module
         assert re.findall(r"`(\w+)`", listed[1]) == names

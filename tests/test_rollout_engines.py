@@ -21,7 +21,7 @@ from rollout_encodings import (
 )
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
 
 ONE = np.ones((1, 5), bool)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rollout_encodings import LEFT_PADDED, MODEL, assert_holds, example, full, live, vllm
 
-from relibra_jax.rollout import replay_from_rollout, sample_counts
+from relibra_jax.rollout.counts import sample_counts
+from relibra_jax.rollout.ingest import replay_from_rollout
 
 READERS = [replay_from_rollout, sample_counts]
 

@@ -20,7 +20,8 @@ from rollout_encodings import (
 
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import EMPTY, RoutingReplay
-from relibra_jax.rollout import LAYOUTS, replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
+from relibra_jax.rollout.layouts import LAYOUTS
 
 
 def test_every_layout_has_a_round_trip():

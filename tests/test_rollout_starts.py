@@ -26,7 +26,8 @@ from rollout_encodings import (
 )
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.rollout import LAYOUTS, replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
+from relibra_jax.rollout.layouts import LAYOUTS
 
 
 def split_response(rows, start):

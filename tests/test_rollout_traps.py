@@ -19,7 +19,7 @@ from rollout_encodings import (
 
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
 
 
 def test_trap_order_of_top_k_is_kept():

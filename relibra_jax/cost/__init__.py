@@ -14,3 +14,32 @@
 `models`           named models
 =================  ==================================================================================================
 """
+
+from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import CLUSTERS, Cluster
+from relibra_jax.cost.least_time import LeastTime, least_time
+from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
+from relibra_jax.cost.models import MODELS, Model
+from relibra_jax.cost.step_time import LayerTime, RankTime, attention_time, layer_time, rank_time
+
+__all__ = [
+    "CLUSTERS",
+    "MODELS",
+    "BatchTime",
+    "Cluster",
+    "CostModel",
+    "LayerTime",
+    "LeastTime",
+    "Model",
+    "RankMemory",
+    "RankTime",
+    "attention_time",
+    "balanced_time",
+    "batch_time",
+    "check_rank_memory",
+    "layer_time",
+    "least_time",
+    "rank_memory",
+    "rank_time",
+]

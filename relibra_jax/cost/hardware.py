@@ -89,6 +89,7 @@ CLUSTERS = {
         tile=1,
     ),
 }
+"""The named clusters."""
 
 _DEVICES = {"H100": "h100", "H200": "h200", "GB200": "gb200-nvl72", "cpu": "cpu-host"}
 """The names of clusters, by the word for the device in the name of a device kind."""

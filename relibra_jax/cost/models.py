@@ -124,3 +124,4 @@ MODELS = {
         **_grouped_query(2880, 64, 8, 64),
     ),
 }
+"""The named models."""

@@ -27,6 +27,8 @@ from relibra_jax.evaluation.planned import PlannedBatch
 from relibra_jax.evaluation.setting import Setting, make_setting
 from relibra_jax.evaluation.settings import Batching, Costs, Ranks
 from relibra_jax.evaluation.variants import ablation
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
 
 __all__ = [
     "COLUMNS",
@@ -37,9 +39,11 @@ __all__ = [
     "PlannedBatch",
     "Ranks",
     "Setting",
+    "Trace",
     "ablation",
     "compare",
     "make_setting",
+    "read_trace",
     "run_planner",
     "table_columns",
 ]

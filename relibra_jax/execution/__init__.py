@@ -29,11 +29,12 @@ One optimizer update, without Flax::
         x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, layer_experts, layer, parallel).output
     gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
 
-Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in
-`relibra_jax.nnx`.
+The layer for Flax is in `relibra_jax.nnx`.
 """
 
+from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_labels import optimizer_layers
+from relibra_jax.execution.gating import balance_loss, gates_at, select_experts
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import moe_layer
@@ -57,12 +58,14 @@ __all__ = [
     "LayerExperts",
     "PreparedLayer",
     "Residents",
+    "balance_loss",
     "check_capacities",
     "check_residents",
     "check_same_plan",
     "count_capacities",
     "expert_mesh",
     "fetch_replicas",
+    "gates_at",
     "grow_capacities",
     "migrate_experts",
     "moe_layer",
@@ -71,6 +74,9 @@ __all__ = [
     "prepare_layers",
     "push_residents",
     "rank_sharding",
+    "restore_checkpoint",
     "return_gradients",
+    "save_checkpoint",
+    "select_experts",
     "worst_case_capacities",
 ]

@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.contract.types import RoutingReplay
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout.ingest import replay_from_rollout
 
 
 def replay_of_rows(
