@@ -5,6 +5,7 @@ has no figure in a cell that lacks one of its rows. Systems of others are at the
 fastest of its rows (`experiments.claims.rivals`).
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -43,88 +44,89 @@ class Claim(NamedTuple):
     """The two planners whose measured updates give the speed of the second over the first; None if not measured."""
 
 
+RIVAL: Final = "best rival"
+"""The name that stands for the fastest row of all systems of others; ``best eplb`` stands for the fastest of EPLB."""
+
+
+def _row_of(rows: Numbers, name: str) -> str:
+    """Return the name of a row: ``name`` itself, or the row that it stands for."""
+    if name == RIVAL:
+        rival = best_rival(rows)
+        assert rival is not None
+        return rival
+    return best_rows(rows)[name.removeprefix("best ")] if name.startswith("best ") else name
+
+
+def _needed(*names: str) -> tuple[str, ...]:
+    """Return the rows that a cell must have for a figure of these names."""
+    rows = (("static", "eplb") if name == RIVAL else (name.removeprefix("best "),) for name in names)
+    return tuple(itertools.chain(*rows))
+
+
 def _gain(rows: Numbers, base: str, better: str) -> float:
     """Return the speed of the row ``better`` divided by that of the row ``base``, in modelled time."""
+    base, better = _row_of(rows, base), _row_of(rows, better)
     return rows[base]["modelled_seconds"] / rows[better]["modelled_seconds"]
 
 
-def _times(base: str, better: str) -> Callable[[CellResult], Figure]:
+def _speed(
+    text: str,
+    base: str,
+    better: str,
+    published: str = "",
+    least: float | None = None,
+    *,
+    measured: tuple[str, str] | None = None,
+) -> Claim:
+    """Make a claim about the speed of a row over another one, for example 1.21x."""
+
     def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better)
         return Figure(value, f"{value:.2f}x")
 
-    return figure
+    return Claim(text, published, least, _needed(base, better), figure, measured)
 
 
-def _percent_more(base: str, better: str) -> Callable[[CellResult], Figure]:
+def _gained(text: str, base: str, better: str, published: str, least: float) -> Claim:
+    """Make a claim about the gain in speed of a row over another one, for example +5.0%."""
+
     def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better) - 1
         return Figure(value, f"{value:+.1%}")
 
-    return figure
+    return Claim(text, published, least, _needed(base, better), figure)
 
 
-def _of_balanced(row: str) -> Callable[[CellResult], Figure]:
+def _share(
+    text: str,
+    name: str,
+    published: str = "",
+    least: float | None = None,
+    *,
+    in_full: bool = False,
+    measured: tuple[str, str] | None = None,
+) -> Claim:
+    """Make a claim about the share of the balanced run's speed, ``in_full`` with the same under other terms."""
+
     def figure(cell: CellResult) -> Figure:
-        value = cell.rows[row]["share_of_balanced"]
-        return Figure(value, f"{value:.1%}")
-
-    return figure
-
-
-def _in_full(row: str) -> Callable[[CellResult], Figure]:
-    """Show the share of the balanced run's speed with what becomes of it under other terms."""
-
-    def figure(cell: CellResult) -> Figure:
-        numbers = cell.rows[row]
+        row = _row_of(cell.rows, name)
+        numbers, remark = cell.rows[row], f" ({row})" * (name == RIVAL)
+        if in_full:
+            remark = (
+                " (overlapped {share_overlapped:.1%}, as needed {share_as_needed:.1%},"
+                " of local {share_of_local:.1%})"
+            )
         value = numbers["share_of_balanced"]
-        others = {
-            "overlapped": numbers["share_overlapped"],
-            "as needed": numbers["share_as_needed"],
-            "of local": numbers["share_of_local"],
-        }
-        shown = ", ".join(f"{name} {share:.1%}" for name, share in others.items())
-        return Figure(value, f"{value:.1%} ({shown})")
+        return Figure(value, f"{value:.1%}{remark.format_map(numbers)}")
 
-    return figure
-
-
-def _system_over_static(system: str) -> Callable[[CellResult], Figure]:
-    def figure(cell: CellResult) -> Figure:
-        value = _gain(cell.rows, "static", best_rows(cell.rows)[system])
-        return Figure(value, f"{value:.2f}x")
-
-    return figure
-
-
-def _system_of_balanced(system: str) -> Callable[[CellResult], Figure]:
-    def figure(cell: CellResult) -> Figure:
-        return _of_balanced(best_rows(cell.rows)[system])(cell)
-
-    return figure
+    return Claim(
+        f"{text}share of the balanced run's speed", published, least, _needed(name), figure, measured
+    )
 
 
 def _over_plus(cell: CellResult) -> Figure:
-    best = best_rows(cell.rows)
-    eplb, lplb = (_gain(cell.rows, best[name], "relibra") for name in ("eplb", "lplb"))
+    eplb, lplb = (_gain(cell.rows, f"best {name}", "relibra") for name in ("eplb", "lplb"))
     return Figure(min(eplb, lplb), f"{eplb:.2f}x, {lplb:.2f}x")
-
-
-def _best_rival(cell: CellResult) -> Figure:
-    name = best_rival(cell.rows)
-    assert name is not None
-    value = cell.rows[name]["share_of_balanced"]
-    return Figure(value, f"{value:.1%} ({name})")
-
-
-def _over_best_rival(row: str) -> Callable[[CellResult], Figure]:
-    def figure(cell: CellResult) -> Figure:
-        name = best_rival(cell.rows)
-        assert name is not None
-        value = _gain(cell.rows, name, row)
-        return Figure(value, f"{value:.2f}x")
-
-    return figure
 
 
 def _imbalance(cell: CellResult) -> Figure:
@@ -154,226 +156,102 @@ class Paper(NamedTuple):
     """The claims of this source."""
 
 
-CLAIMS: Final[Sequence[Paper]] = (
-    Paper(
-        "ReLibra (arXiv 2605.08639): Qwen3-30B, GLM-4.5, Qwen3-235B on 160 Hopper GPUs",
-        "headline",
-        (
-            Claim(
-                "speed over Megatron-LM (static)",
-                "1.21x to 1.58x",
-                1.21,
-                ("static", "relibra"),
-                _times("static", "relibra"),
-                measured_pair=("static", "relibra"),
-            ),
-            Claim(
-                "speed over EPLB+ and over LPLB+ (measured: over EPLB+)",
-                "1.06x to 1.21x",
-                1.06,
-                ("eplb", "lplb", "relibra"),
-                _over_plus,
-                measured_pair=("eplb", "relibra"),
-            ),
-            Claim(
-                "speed over PopFetcher",
-                "1.17x to 1.27x",
-                1.17,
-                ("popfetcher", "relibra"),
-                _times("popfetcher", "relibra"),
-            ),
-            Claim(
-                "share of the balanced run's speed",
-                "90% to 94%",
-                0.90,
-                ("relibra",),
-                _of_balanced("relibra"),
-                measured_pair=("balanced", "relibra"),
-            ),
-            Claim(
-                "speed of reordering alone over static (paper: Qwen3-235B, mixed data)",
-                "1.15x",
-                1.15,
-                ("static", "+ reorder"),
-                _times("static", "+ reorder"),
-            ),
-            Claim(
-                "speed of replication alone over static",
-                "",
-                None,
-                ("static", "+ replicate"),
-                _times("static", "+ replicate"),
-            ),
-            Claim(
-                "speed of reordering and replication over static (paper: Qwen3-235B, mixed data)",
-                "1.39x",
-                1.39,
-                ("static", "relibra"),
-                _times("static", "relibra"),
-            ),
-            Claim(
-                "speed of data locality alone (samples assigned to ranks) over static",
-                "",
-                None,
-                ("static", "static + assign"),
-                _times("static", "static + assign"),
-            ),
-            Claim(
-                "gain of annealed homes over greedy LPT",
-                "+5% to +16%",
-                0.05,
-                ("place by lpt", "place for balance"),
-                _percent_more("place by lpt", "place for balance"),
-            ),
-            Claim(
-                "gain of joint replication over placing replicas alone (tokens split evenly)",
-                "+12% to +24%",
-                0.12,
-                ("places only", "relibra"),
-                _percent_more("places only", "relibra"),
-            ),
-            Claim(
-                "gain of joint replication over splitting tokens alone (EPLB's replicas)",
-                "+9% to +12%",
-                0.09,
-                ("splits only", "relibra"),
-                _percent_more("splits only", "relibra"),
-            ),
-            Claim("imbalance of rank load", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
-            Claim(
-                "reordering as a share of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder
-            ),
-            Claim(
-                "memory of replicas as a share of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory
-            ),
-        ),
+_RELIBRA: Final = (
+    _speed(
+        "speed over Megatron-LM (static)",
+        "static",
+        "relibra",
+        "1.21x to 1.58x",
+        1.21,
+        measured=("static", "relibra"),
     ),
-    Paper(
-        "ForeMoE (arXiv 2606.11867): recompute and update, 64 GPUs",
-        "recompute",
-        (
-            Claim(
-                "speed of foremoe over static",
-                "up to 1.45x",
-                None,
-                ("static", "foremoe"),
-                _times("static", "foremoe"),
-            ),
-            Claim(
-                "speed of relibra over static", "", None, ("static", "relibra"), _times("static", "relibra")
-            ),
-            Claim(
-                "foremoe: share of the balanced run's speed",
-                "95% of an oracle",
-                None,
-                ("foremoe",),
-                _of_balanced("foremoe"),
-            ),
-        ),
+    Claim(
+        "speed over EPLB+ and over LPLB+ (measured: over EPLB+)",
+        "1.06x to 1.21x",
+        1.06,
+        ("eplb", "lplb", "relibra"),
+        _over_plus,
+        measured_pair=("eplb", "relibra"),
     ),
-    Paper(
-        "Other papers, on their own traces and clusters",
-        "headline",
-        (
-            Claim(
-                "speed of UltraEP over static (arXiv 2606.04101)",
-                "1.42x",
-                None,
-                ("static", "ultraep"),
-                _system_over_static("ultraep"),
-            ),
-            Claim(
-                "UltraEP: share of the balanced run's speed",
-                "94.3%",
-                None,
-                ("ultraep",),
-                _system_of_balanced("ultraep"),
-            ),
-            Claim(
-                "speed of LAER-MoE over static (published: over its baselines, arXiv 2602.11686)",
-                "up to 1.69x",
-                None,
-                ("static", "laer"),
-                _system_over_static("laer"),
-            ),
-            Claim(
-                "LLEP: share of the balanced run's speed", "", None, ("llep",), _system_of_balanced("llep")
-            ),
-            Claim(
-                "MoonEP: share of the balanced run's speed",
-                "",
-                None,
-                ("moonep",),
-                _system_of_balanced("moonep"),
-            ),
-            Claim(
-                "FEPLB: share of the balanced run's speed", "", None, ("feplb",), _system_of_balanced("feplb")
-            ),
-        ),
+    _speed("speed over PopFetcher", "popfetcher", "relibra", "1.17x to 1.27x", 1.17),
+    _share("", "relibra", "90% to 94%", 0.90, measured=("balanced", "relibra")),
+    _speed(
+        "speed of reordering alone over static (paper: Qwen3-235B, mixed data)",
+        "static",
+        "+ reorder",
+        "1.15x",
+        1.15,
     ),
-    Paper(
-        "Beyond the papers",
-        "headline",
-        (
-            Claim(
-                "best rival (the fastest of all systems of others): share of the balanced run's speed",
-                "",
-                None,
-                ("static", "eplb"),
-                _best_rival,
-            ),
-            Claim(
-                "ReLibra: share of the balanced run's speed",
-                "",
-                None,
-                ("relibra",),
-                _in_full("relibra"),
-            ),
-            Claim(
-                "speed of ReLibra over the best rival",
-                "",
-                None,
-                ("static", "eplb", "relibra"),
-                _over_best_rival("relibra"),
-            ),
-            Claim(
-                "samples assigned: share of the balanced run's speed",
-                "",
-                None,
-                (ASSIGNED,),
-                _in_full(ASSIGNED),
-            ),
-            Claim(
-                "one resident per rank: share of the balanced run's speed",
-                "",
-                None,
-                (WITH_RESIDENTS,),
-                _in_full(WITH_RESIDENTS),
-                measured_pair=("balanced", "relibra + residents"),
-            ),
-            Claim(
-                "samples assigned and one resident per rank: share of the balanced run's speed",
-                "",
-                None,
-                (WITH_ALL,),
-                _in_full(WITH_ALL),
-            ),
-            Claim(
-                "speed with samples assigned and one resident per rank, over static",
-                "",
-                None,
-                ("static", WITH_ALL),
-                _times("static", WITH_ALL),
-            ),
-            Claim(
-                "speed with samples assigned and one resident per rank, over the best rival",
-                "",
-                None,
-                ("static", "eplb", WITH_ALL),
-                _over_best_rival(WITH_ALL),
-            ),
-        ),
+    _speed("speed of replication alone over static", "static", "+ replicate"),
+    _speed(
+        "speed of reordering and replication over static (paper: Qwen3-235B, mixed data)",
+        "static",
+        "relibra",
+        "1.39x",
+        1.39,
     ),
+    _speed(
+        "speed of data locality alone (samples assigned to ranks) over static", "static", "static + assign"
+    ),
+    _gained(
+        "gain of annealed homes over greedy LPT", "place by lpt", "place for balance", "+5% to +16%", 0.05
+    ),
+    _gained(
+        "gain of joint replication over placing replicas alone (tokens split evenly)",
+        "places only",
+        "relibra",
+        "+12% to +24%",
+        0.12,
+    ),
+    _gained(
+        "gain of joint replication over splitting tokens alone (EPLB's replicas)",
+        "splits only",
+        "relibra",
+        "+9% to +12%",
+        0.09,
+    ),
+    Claim("imbalance of rank load", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
+    Claim("reordering as a share of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder),
+    Claim("memory of replicas as a share of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory),
+)
+_FOREMOE: Final = (
+    _speed("speed of foremoe over static", "static", "foremoe", "up to 1.45x"),
+    _speed("speed of relibra over static", "static", "relibra"),
+    _share("foremoe: ", "foremoe", "95% of an oracle"),
+)
+_OTHERS: Final = (
+    _speed("speed of UltraEP over static (arXiv 2606.04101)", "static", "best ultraep", "1.42x"),
+    _share("UltraEP: ", "best ultraep", "94.3%"),
+    _speed(
+        "speed of LAER-MoE over static (published: over its baselines, arXiv 2602.11686)",
+        "static",
+        "best laer",
+        "up to 1.69x",
+    ),
+    _share("LLEP: ", "best llep"),
+    _share("MoonEP: ", "best moonep"),
+    _share("FEPLB: ", "best feplb"),
+)
+_BEYOND: Final = (
+    _share("best rival (the fastest of all systems of others): ", RIVAL),
+    _share("ReLibra: ", "relibra", in_full=True),
+    _speed("speed of ReLibra over the best rival", RIVAL, "relibra"),
+    _share("samples assigned: ", ASSIGNED, in_full=True),
+    _share(
+        "one resident per rank: ", WITH_RESIDENTS, in_full=True, measured=("balanced", "relibra + residents")
+    ),
+    _share("samples assigned and one resident per rank: ", WITH_ALL, in_full=True),
+    _speed("speed with samples assigned and one resident per rank, over static", "static", WITH_ALL),
+    _speed("speed with samples assigned and one resident per rank, over the best rival", RIVAL, WITH_ALL),
+)
+
+CLAIMS: Final = (
+    Paper(
+        "ReLibra (arXiv 2605.08639): Qwen3-30B, GLM-4.5, Qwen3-235B on 160 Hopper GPUs", "headline", _RELIBRA
+    ),
+    Paper("ForeMoE (arXiv 2606.11867): recompute and update, 64 GPUs", "recompute", _FOREMOE),
+    Paper("Other papers, on their own traces and clusters", "headline", _OTHERS),
+    Paper("Beyond the papers", "headline", _BEYOND),
 )
 """The claims, by their sources."""
 
