@@ -10,7 +10,8 @@ import pytest
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import node_quota, rank_load, replica_experts
-from relibra_jax.contract.types import EMPTY, Price, Topology, layer_plans
+from relibra_jax.contract.planner import PlanRequest
+from relibra_jax.contract.types import BALANCE, EMPTY, Price, Topology, layer_plans
 from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.foremoe import foremoe
 from relibra_jax.planning.baselines.laer import copy_counts, laer
@@ -30,13 +31,13 @@ def lognormal(topology, *, sigma=0.8, tokens=65_536, seed=0):
     return jnp.asarray(np.repeat(by_rank, topology.ranks_per_node, 3))
 
 
-def plan_with(planner, load, topology, *, before=None, **extra):
+def plan_with(planner, load, topology, *, before=None, price=BALANCE):
     """Plan ``load`` after a batch ``before``."""
     state = planner.init(topology, load.shape[1], key=jax.random.key(0))
     update = jax.jit(planner.update)
     if before is not None:
-        _, state = update(before, state, topology)
-    plan, _ = update(load, state, topology, **extra)
+        _, state = update(PlanRequest(before, price=price), state, topology)
+    plan, _ = update(PlanRequest(load, price=price), state, topology)
     return plan
 
 
@@ -206,7 +207,7 @@ def test_laer_places_and_routes_as_a_port_does():
     rng = np.random.default_rng(0)
     load = jnp.asarray(rng.lognormal(4, 1.5, (DRAWS, 1, 2, 4, 32)), jnp.int32)
     even = jnp.full_like(load, 64)
-    plan = plan_with(laer(perturbations=0), load, TWO_NODES, before=even, cost=price(copy=1.0))
+    plan = plan_with(laer(perturbations=0), load, TWO_NODES, before=even, price=price(copy=1.0))
     check_plan(plan, load, TWO_NODES, across_nodes=True)
     by_rank = np.asarray(load).reshape(DRAWS, 8, 32)
     result = np.asarray(rank_load(plan)).reshape(DRAWS, 8)
@@ -235,7 +236,7 @@ def test_laer_weighs_communication_against_compute():
     even = jnp.full_like(load, 64)
 
     def outcome(**seconds):
-        plan = plan_with(laer(perturbations=16), load, TWO_NODES, before=even, cost=price(**seconds))
+        plan = plan_with(laer(perturbations=16), load, TWO_NODES, before=even, price=price(**seconds))
         crossing = cross_node_load(layer_plans(plan, load)).sum()
         return int(crossing), int(rank_load(plan).max((-2, -1)).sum())
 

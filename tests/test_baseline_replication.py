@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from experiments.claims.own_loads import skewed_ranks
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, rank_load, replica_count, replica_experts
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.metrics import imbalance, replication_bound
+
+KEY = jax.random.key(0)
 
 
 def one_node(ranks, experts, slots):
@@ -26,7 +29,8 @@ def one_node(ranks, experts, slots):
 
 @functools.partial(jax.jit, static_argnames=("update", "topology"))
 def updated(load, *, update, topology):
-    return update(load, KeptHomes(contiguous_homes(topology, load.shape[1])), topology)[0]
+    state = KeptHomes(contiguous_homes(topology, load.shape[1]))
+    return update(PlanRequest(load), state, topology)[0]
 
 
 def planned(planner, experts, topology):
@@ -247,7 +251,7 @@ def test_works_without_jit(make):
     load = jnp.asarray(np.random.default_rng(0).zipf(1.5, (1, 1, 1, 3, 6)).clip(0, 4000), jnp.int32)
     with jax.disable_jit():
         planner = make()
-        plan = planner.update(load, planner.init(topology, load.shape[1]), topology)[0]
+        plan = planner.update(PlanRequest(load), planner.init(topology, load.shape[1], key=KEY), topology)[0]
     jax.tree.map(np.testing.assert_array_equal, plan, updated(load, update=make().update, topology=topology))
 
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from support.plans import request_of
 
 from experiments.reference_solvers import solve_replication
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load, replica_count, replica_experts
+from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.ablation.token_splits import (
     place_heaviest,
@@ -24,6 +26,8 @@ from relibra_jax.planning.greedy_replication import least_top_load, replicate_do
 from relibra_jax.planning.replication import replicate_experts
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
+ONES = request_of(np.ones((1, 1, 32), np.int32), TOPOLOGY)
+IN_ORDER = Placement.without_residents(np.arange(32)[None], TOPOLOGY)
 OPTIONS = {
     "joint": {},
     "across_nodes": {"across_nodes": True},
@@ -41,6 +45,12 @@ METHODS = {
 @functools.cache
 def compiled(method, topology=TOPOLOGY):
     return jax.jit(functools.partial(METHODS[method], topology=topology))
+
+
+def replicated(method, load, home, topology=TOPOLOGY):
+    """Plan token copies ``[M L E]`` for given homes without residents."""
+    placement = Placement.without_residents(home, topology)
+    return compiled(method, topology)(request_of(load, topology), placement)
 
 
 @functools.cache
@@ -91,7 +101,7 @@ token_counts = st.one_of(
 def test_plans_are_valid(method, load, seed):
     rng = np.random.default_rng(seed)
     home = np.stack([rng.permutation(32), np.arange(32)]).astype(np.int32)
-    plan = compiled(method)(load, home)
+    plan = replicated(method, load, home)
     source = np.zeros((1, 2, 2, 4, 32), np.int32)
     source[:, :, 0, 0] = load
     check_plan(plan, source, TOPOLOGY, across_nodes=method == "across_nodes")
@@ -121,7 +131,7 @@ def test_odd_shapes(nodes, ranks, experts, slots, method):
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks, num_experts=experts, replica_slots=slots)
     source = np.random.default_rng(0).integers(0, 90, (2, 1, nodes, ranks, experts)).astype(np.int32)
     home = np.arange(experts, dtype=np.int32)[None]
-    plan = compiled(method, topology)(source.sum((2, 3)), home)
+    plan = replicated(method, source.sum((2, 3)), home, topology)
     check_plan(plan, source, topology)
 
 
@@ -173,7 +183,7 @@ def test_few_replicas_among_equally_good_plans():
 
 def test_balanced_loads_need_no_replica():
     load = np.full((1, 1, 32), 7, np.int32)
-    plan = compiled("joint")(np.repeat(load, 2, 1), np.tile(np.arange(32, dtype=np.int32), (2, 1)))
+    plan = replicated("joint", np.repeat(load, 2, 1), np.tile(np.arange(32, dtype=np.int32), (2, 1)))
     assert np.asarray(replica_count(plan, TOPOLOGY)).tolist() == [[0, 0]]
 
 
@@ -197,7 +207,7 @@ def test_halves_are_worse_than_both_together():
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=1)
     home = np.tile(np.arange(128, dtype=np.int32), (4, 1))
     top = {
-        method: np.asarray(rank_load(compiled(method, topology)(loads, home))).max(-1).sum()
+        method: np.asarray(rank_load(replicated(method, loads, home, topology))).max(-1).sum()
         for method in ("joint", "EPLB's places", "even split")
     }
     assert top["joint"] < top["EPLB's places"]
@@ -219,19 +229,25 @@ def test_split_comes_near_the_best_for_its_places():
 
 def test_same_plan_again_without_compiling_again():
     plan_with = jax.jit(functools.partial(replicate_experts, topology=TOPOLOGY))
-    home = np.tile(np.arange(32, dtype=np.int32), (2, 1))
+    placement = Placement.without_residents(np.tile(np.arange(32, dtype=np.int32), (2, 1)), TOPOLOGY)
     for seed in range(3):
-        load = np.random.default_rng(seed).integers(0, 1000, (1, 2, 32)).astype(np.int32)
-        plan, again = plan_with(load, home), plan_with(load, home)
+        load = np.random.default_rng(seed).integers(0, 1000, (1, 2, 32))
+        request = request_of(load, TOPOLOGY)
+        plan, again = plan_with(request, placement), plan_with(request, placement)
         assert all((a == b).all() for a, b in zip(plan, again, strict=True))
     assert plan_with._cache_size() == 1
 
 
 def test_works_under_scan():
-    home = jnp.tile(jnp.arange(32, dtype=jnp.int32), (2, 1))
-    loads = jnp.asarray(np.random.default_rng(0).integers(0, 1000, (3, 1, 2, 32)), jnp.int32)
-    _, plans = jax.lax.scan(lambda _, load: (None, replicate_experts(load, home, TOPOLOGY)), None, loads)
-    one = compiled("joint")(loads[1], home)
+    placement = Placement.without_residents(jnp.tile(jnp.arange(32, dtype=jnp.int32), (2, 1)), TOPOLOGY)
+    loads = np.random.default_rng(0).integers(0, 1000, (3, 1, 2, 32))
+    loads = jnp.stack([request_of(load, TOPOLOGY).load for load in loads])
+
+    def step(carry, load):
+        return carry, replicate_experts(PlanRequest(load), placement, TOPOLOGY)
+
+    _, plans = jax.lax.scan(step, None, loads)
+    one = compiled("joint")(PlanRequest(loads[1]), placement)
     assert (plans.quota[1] == one.quota).all()
 
 
@@ -245,7 +261,7 @@ def test_works_under_scan():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        replicate_experts(jnp.ones((1, 1, 32), jnp.int32), jnp.arange(32)[None], TOPOLOGY, **options)
+        replicate_experts(ONES, IN_ORDER, TOPOLOGY, **options)
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.5, 1e9])
@@ -279,4 +295,4 @@ def test_tolerance_buys_replicas(kind, tolerance):
 )
 def test_tolerances_that_are_none(options, message):
     with pytest.raises(ValueError, match=message):
-        replicate_experts(np.ones((1, 1, 32), np.int32), np.arange(32)[None], TOPOLOGY, **options)
+        replicate_experts(ONES, IN_ORDER, TOPOLOGY, **options)

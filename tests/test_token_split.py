@@ -9,6 +9,7 @@ from support.plans import random_plan, random_routing
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import EMPTY, BatchPlan, LayerPlan, Topology
 from relibra_jax.planning.assignment import assign_in_order
@@ -39,7 +40,9 @@ def batch(request, replay):
         plan = random_plan(np.random.default_rng(1), load, TOPOLOGY, across_nodes=across)
     else:
         planner = static() if request.param == "static" else eplb(across_nodes=across)
-        plan, _ = jax.jit(planner.update)(load, planner.init(TOPOLOGY, 2, key=None), TOPOLOGY)
+        plan, _ = jax.jit(planner.update)(
+            PlanRequest(load), planner.init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY
+        )
     check_plan(plan, load, TOPOLOGY, across_nodes=across)
     residents = resident_experts(plan, TOPOLOGY)
     assert (np.asarray(residents) != EMPTY).any() == request.param.startswith("any")

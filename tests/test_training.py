@@ -15,6 +15,7 @@ from support.layer import run_layer
 from support.plans import load_of
 
 from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
@@ -161,7 +162,7 @@ class Run:
             by_layer = np.moveaxis(ids, 2, 0).reshape(1, LAYERS, self.topology.num_ranks, -1, TOP_K)
             load = load_of(by_layer, self.topology)
             with jax.enable_x64(False):
-                plan, self.state = self.plan(load, self.state, self.topology)
+                plan, self.state = self.plan(PlanRequest(load), self.state, self.topology)
             plan = jax.tree.map(np.asarray, plan)
             self.reorder(plan.home)
             plans = layer_plans(plan, load).layer(0)
