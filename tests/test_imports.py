@@ -77,6 +77,13 @@ def level_of(module):
 
 
 MODULES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+PRODUCT = MODULES | {module_name(path): path for path in sorted((ROOT / "experiments").rglob("*.py"))}
+
+
+def imported_modules(module):
+    """Return the modules of the product that a module imports, inside functions too, with packages it imports from."""
+    names = set(imports_of(PRODUCT[module]))
+    return (names | {name.rpartition(".")[0] for name in names}) & set(PRODUCT)
 
 
 def own_imports(module):
@@ -132,3 +139,12 @@ def test_experiments_take_only_drawing_from_the_command_line(path):
     for target in imports_of(path):
         allowed = not inside(target, "relibra_jax.cli") or any(inside(target, name) for name in DRAWING)
         assert allowed, f"{module_name(path)} imports {target}"
+
+
+def test_imports_form_no_circle():
+    """Remove modules that import only removed ones, again and again: what stays is in a circle, or imports one."""
+    remaining = {module: imported_modules(module) - {module} for module in PRODUCT}
+    while free := [module for module, imported in remaining.items() if not imported & remaining.keys()]:
+        for module in free:
+            del remaining[module]
+    assert not remaining, f"circle of imports among {', '.join(sorted(remaining))}"

@@ -1,6 +1,6 @@
 """Tests of replicas pulled from the memory of other ranks: their tables, gradients, errors, and the kernel's copies.
 
-No GPU and no interpreter runs the whole kernel here: `pallas_kernels.hopper.pull_kernel` says which parts are not run.
+No GPU and no interpreter runs the whole kernel here: `pallas_kernels.pull_rows` says which parts are not run.
 """
 
 import dataclasses
@@ -15,8 +15,7 @@ from gpu_interpreter import gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_moe import plans, topology_of
 
-from pallas_kernels.hopper import pull_kernel
-from pallas_kernels.pull_rows import pull_rows
+from pallas_kernels.pull_rows import STAGES, chunk_shape, pull_chunks, pull_rows
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas
 from relibra_jax.execution.mesh import why_not_remote
@@ -132,20 +131,20 @@ def test_pull_rows_copies_rows_and_leaves_zeros():
     ranks, blocks, row_shape = 3, 2, (5, 32, 64)
     rank, row = np.array([2, 0, EMPTY, 1], np.int32), np.array([1, 1, EMPTY, 0], np.int32)
     rows = np.random.default_rng(0).normal(size=(ranks, 2, *row_shape)).astype(np.float32)
-    chunks = pull_kernel.chunk_shape(int(np.prod(row_shape)), 4)
+    chunks = chunk_shape(int(np.prod(row_shape)), 4)
     assert chunks == (5, 32, 64)
 
     def body(*refs):
-        pull_kernel.pull_chunks(*refs, ranks=ranks, blocks=blocks, peer=lambda rows, of: rows.at[of])
+        pull_chunks(*refs, ranks=ranks, blocks=blocks, peer=lambda rows, of: rows.at[of])
 
-    ring = plgpu.SMEM((pull_kernel.STAGES, *chunks[1:]), jnp.float32)
+    ring = plgpu.SMEM((STAGES, *chunks[1:]), jnp.float32)
     with gpu_interpreter("mosaic"):
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((len(row), *chunks), jnp.float32),
             grid=(blocks,),
             grid_names=("block",),
-            scratch_types=[ring, plgpu.Barrier(num_barriers=pull_kernel.STAGES)],
+            scratch_types=[ring, plgpu.Barrier(num_barriers=STAGES)],
         )
         out = kernel(rank, row, rows.reshape(ranks, -1, *chunks))
     desired = rows[rank, row] * (row != EMPTY)[:, None, None, None]
@@ -154,7 +153,7 @@ def test_pull_rows_copies_rows_and_leaves_zeros():
 
 def test_pull_rows_rejects_rows_that_it_cannot_cut():
     with pytest.raises(ValueError, match="a row of 90 elements is not a whole number of lines of 128"):
-        pull_kernel.chunk_shape(90, 2)
+        chunk_shape(90, 2)
     with pytest.raises(ValueError, match="implementation='nccl' is not one of mosaic, xla"):
         pull_rows(*jnp.zeros((2, 1), int), jnp.zeros((1, 128)), "local", implementation="nccl")
 

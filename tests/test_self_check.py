@@ -11,19 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
-from pallas_kernels import grouped_mlp, implementation, self_check
+from pallas_kernels import grouped_mlp, implementation, self_check, verdicts
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.implementation import choose_implementation
-from pallas_kernels.self_check import (
-    Verdict,
-    check_here,
-    is_trusted,
-    main,
-    read_verdict,
-    run_check,
-    verdicts_path,
-)
+from pallas_kernels.self_check import check_here, main
+from pallas_kernels.verdicts import Verdict, is_trusted, read_verdict, run_check, verdicts_path
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +38,11 @@ def processes(monkeypatch):
             raise subprocess.TimeoutExpired(command, timeout)
         return SimpleNamespace(returncode=end[0], stderr=end[1])
 
-    monkeypatch.setattr(self_check.subprocess, "run", run)
+    monkeypatch.setattr(verdicts.subprocess, "run", run)
     return SimpleNamespace(started=started, ends=ends)
 
 
-def test_a_passed_check_is_not_repeated(processes, capsys):
+def test_is_trusted_reads_a_passed_verdict(processes, capsys):
     processes.ends += [(0, "a warning\n")]
     assert is_trusted("mosaic", "cpu")
     is_trusted.cache_clear()
@@ -69,7 +61,7 @@ def test_a_passed_check_is_not_repeated(processes, capsys):
         (None, "it hung for 180 s"),
     ],
 )
-def test_a_failed_check_is_reported_once_with_the_reason(processes, capsys, end, reason):
+def test_is_trusted_reports_a_failed_check_once(processes, capsys, end, reason):
     processes.ends += [end]
     assert not is_trusted("mosaic", "cpu")
     assert not is_trusted("mosaic", "cpu")
@@ -82,17 +74,17 @@ def test_a_failed_check_is_reported_once_with_the_reason(processes, capsys, end,
     assert reason in output
 
 
-def test_a_verdict_is_valid_for_one_device_driver_and_code(processes, monkeypatch):
+def test_read_verdict_depends_on_jax_version(processes, monkeypatch):
     processes.ends += [(0, ""), (1, "ValueError: wrong")]
     run_check("mosaic")
-    monkeypatch.setattr(self_check.jax, "__version__", "0.99.0")
+    monkeypatch.setattr(verdicts.jax, "__version__", "0.99.0")
     assert read_verdict("mosaic") is None
     assert not run_check("mosaic").passed
-    verdicts = json.loads(verdicts_path().read_text()).values()
-    assert sorted(verdict["passed"] for verdict in verdicts) == [False, True]
+    stored = json.loads(verdicts_path().read_text()).values()
+    assert sorted(verdict["passed"] for verdict in stored) == [False, True]
 
 
-def test_a_damaged_file_is_no_verdict(processes):
+def test_read_verdict_ignores_a_damaged_file(processes):
     verdicts_path().parent.mkdir(parents=True)
     verdicts_path().write_text("{")
     processes.ends += [(0, "")]
@@ -100,7 +92,7 @@ def test_a_damaged_file_is_no_verdict(processes):
     assert read_verdict("mosaic") == Verdict(True, "")
 
 
-def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_does_not(monkeypatch):
+def test_check_here_rejects_wrong_and_nondeterministic_results(monkeypatch):
     monkeypatch.setattr(self_check, "SIZES", ((40, 16),))
     monkeypatch.setattr(self_check, "REPEATS", 2)
     check_here("reference")
@@ -118,22 +110,22 @@ def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_doe
         noise = jax.pure_callback(lambda: np.float32(next(runs) % 2), jax.ShapeDtypeStruct((), jnp.float32))
         return out * (1 + noise / 128).astype(out.dtype)
 
-    monkeypatch.setattr(pallas_kernels, "grouped_mlp", wrong)
+    monkeypatch.setattr(self_check, "grouped_mlp", wrong)
     with pytest.raises(ValueError, match=r"40 rows of 16, array .*: the error is .* of the largest entry"):
         check_here("mosaic")
-    monkeypatch.setattr(pallas_kernels, "grouped_mlp", nondeterministic)
+    monkeypatch.setattr(self_check, "grouped_mlp", nondeterministic)
     with pytest.raises(ValueError, match="40 rows of 16: two runs gave different bits"):
         check_here("mosaic")
 
 
-def test_implementations_that_cannot_run_are_not_checked(capsys):
+def test_main_skips_implementations_that_cannot_run(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton"]
     assert not verdicts_path().exists()
 
 
-def test_kernels_are_not_chosen_before_they_pass_their_check(monkeypatch, capsys):
+def test_choose_implementation_needs_a_passed_check(monkeypatch, capsys):
     """The mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     rows = jnp.zeros((8, 64), jnp.bfloat16)

@@ -26,8 +26,8 @@ from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.products import Sweep
 from pallas_kernels.self_check import mlp_with_gradients, reasons_not_to_check, run_check
-from pallas_kernels.sweep import Sweep
 
 SPLITS: Final = ("even", "uneven", "empty")
 """The ways to split rows over groups."""

@@ -13,22 +13,14 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.grouped_dot.mosaic import grouped_dot_mosaic, grouped_outer_mosaic
 from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_outer_reference
 from pallas_kernels.grouped_dot.triton import grouped_dot_triton, grouped_outer_triton
 from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
-from pallas_kernels.implementation import (
-    check_group_sizes,
-    check_weights,
-    choose_implementation,
-    describe,
-    resolve_out_dtype,
-)
+from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.operands import Array, check_group_sizes, check_weights, describe, resolve_out_dtype
 from pallas_kernels.varying_axes import match_varying_axes
-
-type Array = jax.Array | np.ndarray
 
 
 class Implementation(NamedTuple):

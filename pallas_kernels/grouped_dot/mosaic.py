@@ -10,7 +10,7 @@ from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Sweep
 
 
 def grouped_dot_mosaic(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.group_loops import group_bounds
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Sweep
 from pallas_kernels.triton.block_sizes import row_product_blocks, weight_gradient_blocks
 from pallas_kernels.triton.row_product_kernel import row_product_kernel
 from pallas_kernels.triton.row_tiles import row_tiles

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
-from pallas_kernels.grouped_mlp.operands import Array, check_operands
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.triton import grouped_mlp_triton
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
-from pallas_kernels.implementation import choose_implementation, resolve_out_dtype
+from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.operands import Array, check_group_sizes, check_weights, describe, resolve_out_dtype
 from pallas_kernels.varying_axes import match_varying_axes
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
@@ -68,12 +69,11 @@ def grouped_mlp(
         ValueError: if shapes or dtypes do not match, if no implementation has the given name, or if the named
             implementation cannot run on this device with these operands.
 
-    >>> import jax.numpy as jnp
     >>> rows, homes, replicas = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
     >>> grouped_mlp(rows, (homes, replicas), jnp.array([2, 0, 1]))[:, 0].round().tolist()
     [28.0, 28.0, 28.0, 0.0]
     """
-    rows, buffers, group_sizes, row_scale = check_operands(rows, weights, group_sizes, row_scale)
+    rows, buffers, group_sizes, row_scale = _check_operands(rows, weights, group_sizes, row_scale)
     dtype = resolve_out_dtype(out_dtype, rows)
     name = choose_implementation(
         implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=buffers[0].shape[3]
@@ -82,3 +82,22 @@ def grouped_mlp(
         return rows.astype(dtype)
     rows, group_sizes, row_scale, *varying = match_varying_axes(rows, group_sizes, row_scale, *buffers)
     return IMPLEMENTATIONS[name](rows, tuple(varying), group_sizes, row_scale, dtype)
+
+
+def _check_operands(
+    rows: Array, weights: Sequence[Array], group_sizes: Array, row_scale: Array | None
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Check the operands, and return them as JAX arrays, without the weight buffers that have no slots."""
+    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
+    buffers = check_weights(weights, rows, 3, rows.shape[1], "F")
+    check_group_sizes(group_sizes, [buffer.shape[0] for buffer in buffers])
+    if row_scale is None:
+        row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
+    row_scale = jnp.asarray(row_scale)
+    if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
+        raise ValueError(
+            f"row_scale: expected floating [{rows.shape[0]}] for rows {describe(rows)}, found {describe(row_scale)}"
+        )
+    return rows, buffers, group_sizes, row_scale

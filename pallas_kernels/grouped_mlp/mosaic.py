@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_mlp.swiglu import DOWN, GATE, UP, swiglu, swiglu_gradients
-from pallas_kernels.hopper.persistent_kernel import pad_rows
+from pallas_kernels.hopper.persistent_kernel import TileSizes, pad_rows
 from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
 from pallas_kernels.hopper.tile_walk import align_down, count_tiles, group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Sweep
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -46,18 +46,7 @@ def grouped_mlp_mosaic(
     num_rows = rows.shape[0]
     rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
     width, hidden_width = weights[0].shape[2:]
-    num_groups = group_sizes.shape[0]
-    rows_per_group = num_rows // num_groups
-
-    tiles = choose_tile_sizes(
-        Problem(
-            matrices=2,
-            contraction=width,
-            output_width=hidden_width,
-            output_height=rows_per_group,
-            groups=num_groups,
-        )
-    )
+    sizes = num_rows, group_sizes.shape[0]
     (hidden,) = row_product_kernel(
         [rows],
         weights,
@@ -67,16 +56,7 @@ def grouped_mlp_mosaic(
         epilogue=swiglu,
         padding=False,
         approximate=True,
-        tiles=tiles,
-    )
-    tiles = choose_tile_sizes(
-        Problem(
-            matrices=1,
-            contraction=hidden_width,
-            output_width=width,
-            output_height=rows_per_group,
-            groups=num_groups,
-        )
+        tiles=_row_product_tiles(*sizes, matrices=2, contraction=width, columns=hidden_width),
     )
     (out,) = row_product_kernel(
         [hidden],
@@ -88,7 +68,7 @@ def grouped_mlp_mosaic(
         epilogue=lambda sums, scale: ([sums[0] * scale], None),
         out_dtype=out_dtype,
         padding=True,
-        tiles=tiles,
+        tiles=_row_product_tiles(*sizes, matrices=1, contraction=hidden_width, columns=width),
     )
     return out[:num_rows]
 
@@ -100,23 +80,49 @@ def _forward(*arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
 
 def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
     rows, weights, group_sizes, row_scale = saved
-    num_rows = rows.shape[0]
+    num_rows, num_groups = rows.shape[0], group_sizes.shape[0]
     rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
     d_out = pad_rows(d_out.astype(rows.dtype))
     width, hidden_width = weights[0].shape[2:]
-    num_groups = group_sizes.shape[0]
-    rows_per_group = num_rows // num_groups
-
-    tiles = choose_tile_sizes(
-        Problem(
-            matrices=2,
-            contraction=width,
-            output_width=hidden_width,
-            output_height=rows_per_group,
-            groups=num_groups,
-        )
+    tiles = _row_product_tiles(num_rows, num_groups, matrices=2, contraction=width, columns=hidden_width)
+    d_gate, d_up, scaled, row_sums = _hidden_gradients(rows, d_out, weights, offsets, scale, tiles)
+    (d_rows,) = row_product_kernel(
+        [d_gate, d_up],
+        weights,
+        offsets,
+        sums=[[Sweep(0, (GATE,)), Sweep(1, (UP,))]],
+        transposed=True,
+        epilogue=lambda sums, _: (sums, None),
+        padding=True,
+        tiles=_row_product_tiles(
+            num_rows, num_groups, matrices=1, contraction=2 * hidden_width, columns=width
+        ),
     )
-    d_gate, d_up, scaled, row_sums = row_product_kernel(
+    pairs = [(rows, d_gate), (rows, d_up), (d_out, scaled)]
+    tiles = choose_tile_sizes(
+        Problem(0, num_rows // num_groups, hidden_width, output_height=width, groups=len(pairs) * num_groups)
+    )
+    slots = tuple(buffer.shape[0] for buffer in weights)
+    d_weights = weight_gradient_kernel(pairs, offsets, slots, tiles=tiles)
+    # Without the barrier, XLA's scheduler delays the weight gradients of all layers and keeps their operands in memory.
+    d_rows, d_weights = jax.lax.optimization_barrier((d_rows, d_weights))
+    d_scale = _sums_of_rows(row_sums, offsets, rows.shape[0])[:num_rows]
+    return d_rows[:num_rows], d_weights, None, d_scale.astype(row_scale.dtype)
+
+
+grouped_mlp_mosaic.defvjp(_forward, _backward)
+
+
+def _hidden_gradients(
+    rows: jax.Array,
+    d_out: jax.Array,
+    weights: Sequence[jax.Array],
+    offsets: jax.Array,
+    scale: jax.Array,
+    tiles: TileSizes,
+) -> tuple[jax.Array, ...]:
+    """Return the gradients of gate and up, the scaled hidden rows, and the row sums for the gradient of the scale."""
+    return row_product_kernel(
         [rows, d_out],
         weights,
         offsets,
@@ -130,44 +136,13 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
         approximate=True,
         tiles=tiles,
     )
-    tiles = choose_tile_sizes(
-        Problem(
-            matrices=1,
-            contraction=2 * hidden_width,
-            output_width=width,
-            output_height=rows_per_group,
-            groups=num_groups,
-        )
-    )
-    (d_rows,) = row_product_kernel(
-        [d_gate, d_up],
-        weights,
-        offsets,
-        sums=[[Sweep(0, (GATE,)), Sweep(1, (UP,))]],
-        transposed=True,
-        epilogue=lambda sums, _: (sums, None),
-        padding=True,
-        tiles=tiles,
-    )
-    pairs = [(rows, d_gate), (rows, d_up), (d_out, scaled)]
-    tiles = choose_tile_sizes(
-        Problem(
-            matrices=0,
-            contraction=rows_per_group,
-            output_width=hidden_width,
-            output_height=width,
-            groups=len(pairs) * num_groups,
-        )
-    )
-    slots = tuple(buffer.shape[0] for buffer in weights)
-    d_weights = weight_gradient_kernel(pairs, offsets, slots, tiles=tiles)
-    # Without the barrier, XLA's scheduler delays the weight gradients of all layers and keeps their operands in memory.
-    d_rows, d_weights = jax.lax.optimization_barrier((d_rows, d_weights))
-    d_scale = _sums_of_rows(row_sums, offsets, rows.shape[0])[:num_rows]
-    return d_rows[:num_rows], d_weights, None, d_scale.astype(row_scale.dtype)
 
 
-grouped_mlp_mosaic.defvjp(_forward, _backward)
+def _row_product_tiles(
+    num_rows: int, num_groups: int, *, matrices: int, contraction: int, columns: int
+) -> TileSizes:
+    """Return the tile sizes of a row product, by the expected number of rows of a group."""
+    return choose_tile_sizes(Problem(matrices, contraction, columns, num_rows // num_groups, num_groups))
 
 
 def _prepare(

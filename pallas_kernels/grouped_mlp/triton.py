@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.group_loops import group_bounds
 from pallas_kernels.grouped_mlp.swiglu import DOWN, GATE, UP, swiglu, swiglu_gradients
-from pallas_kernels.sweep import Sweep
-from pallas_kernels.triton.block_sizes import row_product_blocks, weight_gradient_blocks
+from pallas_kernels.products import Sweep
+from pallas_kernels.triton.block_sizes import BlockSizes, row_product_blocks, weight_gradient_blocks
 from pallas_kernels.triton.row_product_kernel import row_product_kernel
 from pallas_kernels.triton.row_tiles import row_tiles
 from pallas_kernels.triton.weight_gradient_kernel import weight_gradient_kernel
@@ -72,20 +72,7 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
     num_groups = group_sizes.shape[0]
     blocks = row_product_blocks(rows, num_groups, hidden_width, accumulators=3)
     tiles = row_tiles(group_sizes, rows.shape[0], blocks.height)
-    d_gate, d_up, scaled, row_sums = row_product_kernel(
-        [rows, d_out],
-        weights,
-        tiles,
-        row_scale.astype(jnp.float32),
-        sums=[[Sweep(0, (GATE, UP))], [Sweep(1, (DOWN,))]],
-        transposed=False,
-        epilogue=swiglu_gradients,
-        outputs=3,
-        out_dtype=rows.dtype,
-        row_sums=True,
-        padding=False,
-        blocks=blocks,
-    )
+    d_gate, d_up, scaled, row_sums = _hidden_gradients(rows, d_out, weights, tiles, row_scale, blocks)
     (d_rows,) = row_product_kernel(
         [d_gate, d_up],
         weights,
@@ -113,3 +100,28 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
 
 
 grouped_mlp_triton.defvjp(_forward, _backward)
+
+
+def _hidden_gradients(
+    rows: jax.Array,
+    d_out: jax.Array,
+    weights: Sequence[jax.Array],
+    tiles: jax.Array,
+    row_scale: jax.Array,
+    blocks: BlockSizes,
+) -> tuple[jax.Array, ...]:
+    """Return the gradients of gate and up, the scaled hidden rows, and the row sums for the gradient of the scale."""
+    return row_product_kernel(
+        [rows, d_out],
+        weights,
+        tiles,
+        row_scale.astype(jnp.float32),
+        sums=[[Sweep(0, (GATE, UP))], [Sweep(1, (DOWN,))]],
+        transposed=False,
+        epilogue=swiglu_gradients,
+        outputs=3,
+        out_dtype=rows.dtype,
+        row_sums=True,
+        padding=False,
+        blocks=blocks,
+    )

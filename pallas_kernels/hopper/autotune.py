@@ -44,7 +44,7 @@ from pallas_kernels.hopper.tile_table import (
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 from pallas_kernels.implementation import why_not_hopper
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Sweep
 
 ROWS_PER_GROUP: Final = (1024, 256, 2048, 32)
 """The expected numbers of rows of a group for which tile sizes are measured, the most important first."""

@@ -203,9 +203,6 @@ def launch(
     """
     leaves, tree = jax.tree.flatten(operands)
     warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
-    arrivals: dict[str, Any] = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
-    # A multicast copy writes to both blocks of a cluster, so the warpgroups of both must have read the old values.
-    free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
 
     def body(*refs: Any) -> None:
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
@@ -225,23 +222,12 @@ def launch(
 
             jax.lax.cond(warpgroup == warpgroups, copy, multiply)
 
-        lines = (WARPGROUP_HEIGHT, LINE_BYTES // jnp.dtype(out_dtype).itemsize)
-        pl.run_scoped(
-            scope,
-            [plgpu.SMEM((tiles.stages, *shape), jnp.bfloat16, transforms=_TILED) for shape in buffers],
-            plgpu.SMEM((warpgroups, 2, *lines), out_dtype, transforms=(_swizzle(LINE_BYTES),)),
-            plgpu.Barrier(num_arrivals=len(buffers), num_barriers=tiles.stages),
-            free,
-            **barriers,
-            collective_axes="warpgroup",
-        )
+        pl.run_scoped(scope, *_scratch(buffers, out_dtype, tiles), **barriers, collective_axes="warpgroup")
 
-    # The interpreter runs the clusters sequentially; two are enough to test that they share the work.
-    clusters = 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outs),
-        grid=(clusters,),
+        grid=(_count_clusters(tiles),),
         grid_names=("block",),
         cluster=() if axis is None else (tiles.cluster,),
         cluster_names=() if axis is None else (axis,),
@@ -250,5 +236,25 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=approximate),
     )
     # Inside shard_map, the results of a kernel are not marked as varying over the mesh axes.
-    _, *varying = match_varying_axes(leaves[0], *kernel(*leaves))
-    return tuple(varying)
+    return tuple(match_varying_axes(leaves[0], *kernel(*leaves))[1:])
+
+
+def _count_clusters(tiles: TileSizes) -> int:
+    """Return the number of clusters to launch."""
+    # The interpreter runs the clusters sequentially; two are enough to test that they share the work.
+    return 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
+
+
+def _scratch(buffers: Sequence[tuple[int, int]], out_dtype: Any, tiles: TileSizes) -> tuple[Any, ...]:
+    """Return the buffers in shared memory for operands and outputs, and the barriers of the ring, full and free."""
+    warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
+    arrivals: dict[str, Any] = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
+    # A multicast copy writes to both blocks of a cluster, so the warpgroups of both must have read the old values.
+    free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
+    lines = (WARPGROUP_HEIGHT, LINE_BYTES // jnp.dtype(out_dtype).itemsize)
+    return (
+        [plgpu.SMEM((tiles.stages, *shape), jnp.bfloat16, transforms=_TILED) for shape in buffers],
+        plgpu.SMEM((warpgroups, 2, *lines), out_dtype, transforms=(_swizzle(LINE_BYTES),)),
+        plgpu.Barrier(num_arrivals=len(buffers), num_barriers=tiles.stages),
+        free,
+    )

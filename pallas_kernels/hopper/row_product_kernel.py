@@ -27,30 +27,17 @@ from pallas_kernels.hopper.persistent_kernel import (
 )
 from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Epilogue, RowProductOperands, Sweep
 
 EPILOGUE_COLUMNS: Final = 32
 """The number of columns that one call of the epilogue gets. It is small because intermediate values take registers."""
 
 
-class Operands(NamedTuple):
-    """The arrays that the kernel reads."""
-
-    group_offsets: Any
-    rows: list[Any]
-    weights: list[Any]
-    scale: list[Any]
-
-
-type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], jax.Array | None]]
-"""A function ``(sums, scale or None) -> (values, row sum or None)`` for 32 columns of 64 rows. The row sum has shape
-``[64]``, and all other arrays ``[64, 32]``."""
-
-
-class KernelSpec(NamedTuple):
+class RowProductSpec(NamedTuple):
     """The static parameters of a kernel."""
 
     sums: Sequence[Sequence[Sweep]]
+    """The lists of sweeps; `pallas_kernels.products` has examples."""
     transposed: bool
     epilogue: Epilogue
     outputs: int
@@ -116,7 +103,7 @@ def row_product_kernel(
         sums: lists of sweeps. The sweeps of one list add to the same accumulators, and each list starts with new ones.
             The epilogue gets all sums in order: those of the last list in float32, the others in bfloat16.
         transposed: whether the contraction runs over the last axis of the matrices.
-        epilogue: the function that computes the outputs from the sums.
+        epilogue: the function that computes the outputs from the sums, 64 rows and 32 columns at a time.
         outputs: the number of values that the epilogue returns.
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns a row sum.
@@ -133,7 +120,7 @@ def row_product_kernel(
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
     steps = contraction // STEP
-    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
+    spec = RowProductSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
         height = tiles.cluster_height
@@ -145,7 +132,7 @@ def row_product_kernel(
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
-        Operands(group_offsets, list(rows), list(weights), scales),
+        RowProductOperands(group_offsets, list(rows), list(weights), scales),
         outs,
         buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
         out_dtype=out_dtype,
@@ -154,7 +141,9 @@ def row_product_kernel(
     )
 
 
-def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
+def _copy_steps(
+    spec: RowProductSpec, operands: RowProductOperands, ring: Ring, buffers: Sequence[Any]
+) -> jax.Array:
     """Copy the operands of all steps of this block's tiles into the ring's buffers, and return the number of steps."""
     row_buffer, *matrix_buffers = buffers
     top = spec.tiles.top()
@@ -185,12 +174,29 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
             step = jax.lax.fori_loop(0, spec.sweep_steps(tile), functools.partial(fill, sweep), step)
         return step
 
-    return spec.visit_tiles(operands.group_offsets, of_tile)
+    return spec.visit_tiles(operands.groups, of_tile)
+
+
+class OwnRows(NamedTuple):
+    """The 64 rows of one output tile that one warpgroup computes; all fields are int32."""
+
+    tile: Tile
+    """The tile of the cluster."""
+    column: jax.Array
+    """The index of the tile among the column tiles."""
+    in_cluster: jax.Array
+    """The first of the rows, counted from the top of the cluster's tile."""
+    first: jax.Array
+    """The first of the rows, counted from the first row of the output."""
+    low: jax.Array
+    """The first of the 64 rows that belongs to the tile's group."""
+    high: jax.Array
+    """The row after the last of the 64 that belongs to the tile's group; ``low`` if none does."""
 
 
 def _multiply_steps(
-    spec: KernelSpec,
-    operands: Operands,
+    spec: RowProductSpec,
+    operands: RowProductOperands,
     outs: Sequence[Any],
     ring: Ring,
     buffers: Sequence[Any],
@@ -201,65 +207,82 @@ def _multiply_steps(
     in_cluster = spec.tiles.top() + offset
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
-        at, count = tile.first + in_cluster, spec.sweep_steps(tile)
-        low = jnp.clip(tile.start - at, 0, WARPGROUP_HEIGHT)
-        high = jnp.clip(tile.end - at, 0, WARPGROUP_HEIGHT)
+        first, count = tile.first + in_cluster, spec.sweep_steps(tile)
+        low = jnp.clip(tile.start - first, 0, WARPGROUP_HEIGHT)
+        high = jnp.clip(tile.end - first, 0, WARPGROUP_HEIGHT)
 
         @pl.when(low < high)
         def _() -> None:
             sums = _sum_sweeps(spec, ring, buffers, offset, step, count)
-            factor = None
-            if operands.scale:
-                layout = plgpu.Layout.WGMMA.reduce(1)
-                own = pl.ds(at, WARPGROUP_HEIGHT)
-                factor = plgpu.load(operands.scale[0].at[own], layout=layout, optimized=False)
-                factor = jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
-            row_sums: list[jax.Array] = []
-
-            def parts() -> Iterator[tuple[int, jax.Array, Callable[..., Any]]]:
-                dtype, line = out_buffer.dtype, out_buffer.shape[-1]
-                for first in range(0, spec.tiles.width, line):
-                    pieces = []
-                    for begin in range(first, first + line, EPILOGUE_COLUMNS):
-                        piece = [total[:, begin : begin + EPILOGUE_COLUMNS] for total in sums]
-                        values, row_sum = spec.epilogue(piece, factor)
-                        pieces.append([value.astype(dtype) for value in values])
-                        row_sums.extend([] if row_sum is None else [row_sum])
-                    for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
-                        yield first, jnp.concatenate(value, axis=1), functools.partial(target, out)
-
-            def target(out: Any, rows: Any, columns: Any) -> Any:
-                left = column * spec.tiles.width + columns.start
-                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(left, columns.size)]
-
-            has = output_has(column, spec.tiles.width, spec.columns)
-            write_output(parts(), out_buffer, low, high, has)
-            if row_sums:
-                own = pl.ds(in_cluster, WARPGROUP_HEIGHT)
-                outs[-1][column, tile.number, own] = functools.reduce(operator.add, row_sums)
+            own = OwnRows(tile, column, in_cluster, first, low, high)
+            _write_outputs(spec, operands, outs, out_buffer, own, sums)
 
         all_steps = count * len(spec.sweeps)
-
-        @pl.when(low == high)
-        def _() -> None:
-            def skip(index: jax.Array, step: jax.Array) -> jax.Array:
-                ring.wait(step)
-                if spec.tiles.cluster > 1:
-                    # In a cluster, one thread releases the buffer for the whole warpgroup. Without products, the warps
-                    # do not wait for each other, and a late warp would miss a phase of the barrier.
-                    plgpu.commit_smem()
-                ring.release(step)
-                return step + 1
-
-            jax.lax.fori_loop(0, all_steps, skip, step)
-
+        pl.when(low == high)(lambda: _skip_steps(spec, ring, step, all_steps))
         return step + all_steps
 
-    spec.visit_tiles(operands.group_offsets, of_tile)
+    spec.visit_tiles(operands.groups, of_tile)
+
+
+def _write_outputs(
+    spec: RowProductSpec,
+    operands: RowProductOperands,
+    outs: Sequence[Any],
+    out_buffer: Any,
+    own: OwnRows,
+    sums: Sequence[jax.Array],
+) -> None:
+    """Apply the epilogue to the sums of this warpgroup's rows, and write the outputs and the row sums."""
+    dtype, line = out_buffer.dtype, out_buffer.shape[-1]
+    scale = _broadcast_scale(operands.scale[0], own) if operands.scale else None
+    row_sums: list[jax.Array] = []
+
+    def parts() -> Iterator[tuple[int, jax.Array, Callable[..., Any]]]:
+        for first in range(0, spec.tiles.width, line):
+            pieces = []
+            for begin in range(first, first + line, EPILOGUE_COLUMNS):
+                piece = [total[:, begin : begin + EPILOGUE_COLUMNS] for total in sums]
+                values, row_sum = spec.epilogue(piece, scale)
+                pieces.append([value.astype(dtype) for value in values])
+                row_sums.extend([] if row_sum is None else [row_sum])
+            for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
+                yield first, jnp.concatenate(value, axis=1), functools.partial(target, out)
+
+    def target(out: Any, rows: Any, columns: Any) -> Any:
+        left = own.column * spec.tiles.width + columns.start
+        return out.at[pl.ds(own.first + rows.start, rows.size), pl.ds(left, columns.size)]
+
+    has = output_has(own.column, spec.tiles.width, spec.columns)
+    write_output(parts(), out_buffer, own.low, own.high, has)
+    if row_sums:
+        place = own.column, own.tile.number, pl.ds(own.in_cluster, WARPGROUP_HEIGHT)
+        outs[-1][place] = functools.reduce(operator.add, row_sums)
+
+
+def _broadcast_scale(scale: Any, own: OwnRows) -> jax.Array:
+    """Load the scale of this warpgroup's rows, and repeat it for each column of a call of the epilogue."""
+    part = scale.at[pl.ds(own.first, WARPGROUP_HEIGHT)]
+    factor = plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
+
+
+def _skip_steps(spec: RowProductSpec, ring: Ring, step: jax.Array, count: jax.Array) -> None:
+    """Release the buffers of ``count`` steps from ``step`` on without multiplying: no row is this warpgroup's."""
+
+    def skip(index: jax.Array, step: jax.Array) -> jax.Array:
+        ring.wait(step)
+        if spec.tiles.cluster > 1:
+            # In a cluster, one thread releases the buffer for the whole warpgroup. Without products, the warps do not
+            # wait for each other, and a late warp would miss a phase of the barrier.
+            plgpu.commit_smem()
+        ring.release(step)
+        return step + 1
+
+    jax.lax.fori_loop(0, count, skip, step)
 
 
 def _sum_sweeps(
-    spec: KernelSpec,
+    spec: RowProductSpec,
     ring: Ring,
     buffers: Sequence[Any],
     offset: jax.Array,
@@ -278,7 +301,7 @@ def _sum_sweeps(
 
 
 def _accumulate(
-    spec: KernelSpec,
+    spec: RowProductSpec,
     sweeps: Sequence[Sweep],
     ring: Ring,
     buffers: Sequence[Any],

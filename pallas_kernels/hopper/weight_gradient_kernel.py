@@ -25,13 +25,7 @@ from pallas_kernels.hopper.persistent_kernel import (
 )
 from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, align_down
-
-
-class Operands(NamedTuple):
-    """The arrays that the kernel reads."""
-
-    group_offsets: Any
-    pairs: list[tuple[Any, Any]]
+from pallas_kernels.products import WeightGradientOperands
 
 
 class Visit(NamedTuple):
@@ -62,7 +56,7 @@ class Visit(NamedTuple):
         return jnp.where(self.end > self.start, steps, 0)
 
 
-class KernelSpec(NamedTuple):
+class WeightGradientSpec(NamedTuple):
     """The static parameters of a kernel."""
 
     slots: tuple[int, ...]
@@ -116,12 +110,12 @@ def weight_gradient_kernel(
         One array ``[slots, J, k, n]`` for each weight buffer, with zeros for empty groups.
     """
     shape = pairs[0][0].shape[1], pairs[0][1].shape[1]
-    spec = KernelSpec(slots, len(pairs), shape, tiles)
+    spec = WeightGradientSpec(slots, len(pairs), shape, tiles)
     outs = [jax.ShapeDtypeStruct((count, len(pairs), *shape), out_dtype) for count in slots]
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
-        Operands(group_offsets, list(pairs)),
+        WeightGradientOperands(group_offsets, list(pairs)),
         outs,
         buffers=[(STEP, tiles.height), (STEP, tiles.width)],
         out_dtype=out_dtype,
@@ -130,7 +124,9 @@ def weight_gradient_kernel(
     )
 
 
-def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
+def _copy_steps(
+    spec: WeightGradientSpec, operands: WeightGradientOperands, ring: Ring, buffers: Sequence[Any]
+) -> jax.Array:
     """Copy the operands of all steps of this block's tiles into the ring's buffers, and return the number of steps."""
 
     def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
@@ -152,12 +148,12 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
 
         return jax.lax.fori_loop(0, visit.steps, fill, step)
 
-    return spec.visit_tiles(operands.group_offsets, of_tile)
+    return spec.visit_tiles(operands.groups, of_tile)
 
 
 def _multiply_steps(
-    spec: KernelSpec,
-    operands: Operands,
+    spec: WeightGradientSpec,
+    operands: WeightGradientOperands,
     outs: Sequence[Any],
     ring: Ring,
     buffers: Sequence[Any],
@@ -184,11 +180,11 @@ def _multiply_steps(
         pl.when(at < spec.shape[0])(lambda: visit_buffer(spec.slots, visit.group, store))
         return step + visit.steps
 
-    spec.visit_tiles(operands.group_offsets, of_tile)
+    spec.visit_tiles(operands.groups, of_tile)
 
 
 def _accumulate(
-    spec: KernelSpec,
+    spec: WeightGradientSpec,
     ring: Ring,
     buffers: Sequence[Any],
     cleared: Any,
@@ -211,7 +207,12 @@ def _accumulate(
 
 
 def _clear_others(
-    spec: KernelSpec, buffers: Sequence[Any], cleared: Any, stage: jax.Array, low: jax.Array, high: jax.Array
+    spec: WeightGradientSpec,
+    buffers: Sequence[Any],
+    cleared: Any,
+    stage: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
 ) -> None:
     """Set all rows of a step except ``low..high`` to zero; each warpgroup clears a share and waits for the others."""
     warpgroup = jax.lax.axis_index("warpgroup")

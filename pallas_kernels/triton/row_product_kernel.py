@@ -10,37 +10,24 @@ between references, and a branch in every step would keep Triton from prefetchin
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.sweep import Sweep
+from pallas_kernels.products import Epilogue, RowProductOperands, Sweep
 from pallas_kernels.triton.block_sizes import BlockSizes
 from pallas_kernels.triton.launch import Span, block_span, branch, launch, load, store
 from pallas_kernels.triton.row_tiles import END, GROUP, START
 
 
-class Operands(NamedTuple):
-    """The arrays that the kernel reads."""
-
-    tiles: Any
-    rows: list[Any]
-    weights: list[Any]
-    scale: list[Any]
-
-
-type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], jax.Array | None]]
-"""A function ``(sums, scale or None) -> (values, row sums or None)`` for one tile. The row sums have shape ``[rows]``,
-and all other arrays ``[rows, columns]``, in float32."""
-
-
-class KernelSpec(NamedTuple):
+class RowProductSpec(NamedTuple):
     """The static parameters of a kernel."""
 
     sums: Sequence[Sequence[Sweep]]
+    """The lists of sweeps; `pallas_kernels.products` has examples."""
     transposed: bool
     epilogue: Epilogue
     padding: bool
@@ -81,7 +68,7 @@ def row_product_kernel(
         sums: lists of sweeps. The sweeps of one list add to the same sums, and each list starts with new ones. The
             epilogue gets all sums in order, in float32.
         transposed: whether the contraction runs over the last axis of the matrices.
-        epilogue: the function that computes the outputs from the sums.
+        epilogue: the function that computes the outputs from the sums, a whole tile at a time.
         outputs: the number of values that the epilogue returns.
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns row sums.
@@ -95,7 +82,7 @@ def row_product_kernel(
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
     matrices = weights[0].shape[1]
-    spec = KernelSpec(sums, transposed, epilogue, padding, blocks, slots, matrices, contraction, columns)
+    spec = RowProductSpec(sums, transposed, epilogue, padding, blocks, slots, matrices, contraction, columns)
     column_blocks = pl.cdiv(columns, blocks.width)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
@@ -104,7 +91,7 @@ def row_product_kernel(
     stacks = [buffer.reshape(-1, *buffer.shape[2:]) for buffer in weights]
     return launch(
         functools.partial(_compute_block, spec),
-        Operands(tiles, list(rows), stacks, [] if scale is None else [scale]),
+        RowProductOperands(tiles, list(rows), stacks, [] if scale is None else [scale]),
         outs,
         # Columns are the fastest axis: the blocks of a row tile share its rows, and neighbouring row tiles the weights.
         grid=(column_blocks, tiles.shape[1]),
@@ -113,10 +100,10 @@ def row_product_kernel(
     )
 
 
-def _compute_block(spec: KernelSpec, operands: Operands, outs: Sequence[Any]) -> None:
+def _compute_block(spec: RowProductSpec, operands: RowProductOperands, outs: Sequence[Any]) -> None:
     """Compute and write one block of columns of one tile of rows."""
     column, number = pl.program_id(0), pl.program_id(1)
-    start, end = operands.tiles[START, number], operands.tiles[END, number]
+    start, end = operands.groups[START, number], operands.groups[END, number]
     blocks = spec.blocks
 
     def visit(buffer: int, slot: jax.Array) -> None:
@@ -135,11 +122,11 @@ def _compute_block(spec: KernelSpec, operands: Operands, outs: Sequence[Any]) ->
                 store(out, (), own, across, values=jnp.zeros((blocks.height, blocks.width), jnp.float32))
 
     # After the slots come two more groups: padding, and entries of the table without a tile.
-    branch([*spec.slots, 1, 1], operands.tiles[GROUP, number], visit)
+    branch([*spec.slots, 1, 1], operands.groups[GROUP, number], visit)
 
 
 def _sum_sweeps(
-    spec: KernelSpec, operands: Operands, buffer: int, slot: jax.Array, own: Span, across: Span
+    spec: RowProductSpec, operands: RowProductOperands, buffer: int, slot: jax.Array, own: Span, across: Span
 ) -> list[jax.Array]:
     """Return the sums of all sweeps over a slot's matrices."""
     blocks = spec.blocks

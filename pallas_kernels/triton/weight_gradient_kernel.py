@@ -6,21 +6,15 @@ operands, since these rows may have any value, and zero times infinity is not ze
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.products import WeightGradientOperands
 from pallas_kernels.triton.block_sizes import BlockSizes
 from pallas_kernels.triton.launch import Span, block_span, branch, launch, load, store
-
-
-class Operands(NamedTuple):
-    """The arrays that the kernel reads."""
-
-    bounds: Any
-    pairs: list[tuple[Any, Any]]
 
 
 def weight_gradient_kernel(
@@ -46,11 +40,11 @@ def weight_gradient_kernel(
     height, width = pairs[0][0].shape[1], pairs[0][1].shape[1]
     across_blocks = pl.cdiv(width, blocks.width)
 
-    def body(operands: Operands, outs: Sequence[Any]) -> None:
+    def body(operands: WeightGradientOperands, outs: Sequence[Any]) -> None:
         place, pair, group = (pl.program_id(axis) for axis in range(3))
         down = block_span(jax.lax.div(place, jnp.int32(across_blocks)), blocks.height, height)
         across = block_span(jax.lax.rem(place, jnp.int32(across_blocks)), blocks.width, width)
-        start, end = operands.bounds[group], operands.bounds[group + 1]
+        start, end = operands.groups[group], operands.groups[group + 1]
         steps = jax.lax.div(end - start + (blocks.step - 1), jnp.int32(blocks.step))
 
         def multiply(a: Any, b: Any) -> jax.Array:
@@ -76,7 +70,7 @@ def weight_gradient_kernel(
     outs = [jax.ShapeDtypeStruct((count * len(pairs), height, width), out_dtype) for count in slots]
     gradients = launch(
         body,
-        Operands(bounds, list(pairs)),
+        WeightGradientOperands(bounds, list(pairs)),
         outs,
         grid=(pl.cdiv(height, blocks.height) * across_blocks, len(pairs), sum(slots)),
         blocks=blocks,

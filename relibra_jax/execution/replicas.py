@@ -13,7 +13,7 @@ There are three kinds of fetch:
   sends about its exports plus R experts, however hot one of them is.
 - ``ragged``, and ``emulated`` for tests: an exchange of packed exports (`relibra_jax.execution.exchange`).
 - ``remote``: a kernel reads the R experts from the exports in the memory of the other ranks on the node
-  (`pallas_kernels.hopper.pull_kernel`). The gradients return in pieces, as for ``padded``. It is unproven: it compiles
+  (`pallas_kernels.pull_rows`). The gradients return in pieces, as for ``padded``. It is unproven: it compiles
   for H100, but its results on hardware have not been checked. Tests cover its tables through ``remote_emulated``, which
   gathers all exports on every rank. See docs/guides/gpu-fetch.md.
 
