@@ -150,9 +150,9 @@ def test_group_jobs_breaks_ties_by_the_oldest_group():
     jobs = [make_job(name, 50.0, 50.0) for name in "abcd"] + [make_job("e", 1.0, 1.0, slo=60.0)]
     assert names(group_jobs(jobs, POOLS)) == ["ab", "cd", "e"]
     jobs[-1] = dataclasses.replace(jobs[-1], slo=1.0)
-    roomy = [dataclasses.replace(job, slo=1.1) for job in jobs[:-1]]
-    assert names(group_jobs([*roomy, make_job("e", 1.0, 1.0, slo=60.0)], POOLS)) == ["abe", "cd"]
-    assert names(group_jobs([*roomy, jobs[-1]], POOLS)) == ["ab", "cd", "e"]
+    patient = [dataclasses.replace(job, slo=1.1) for job in jobs[:-1]]
+    assert names(group_jobs([*patient, make_job("e", 1.0, 1.0, slo=60.0)], POOLS)) == ["abe", "cd"]
+    assert names(group_jobs([*patient, jobs[-1]], POOLS)) == ["ab", "cd", "e"]
 
 
 def test_outcome_colocated_by_hand():

@@ -19,7 +19,7 @@ from experiments.deploy.simulated_step import SimulatedStep, draw_micro_batches,
 from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import RoutingReplay
 
-TOKENS: Final = 8192
+MOST_TOKENS: Final = 8192
 """The most tokens that are used to count how often a token has several experts in one group."""
 
 
@@ -94,22 +94,20 @@ def find_best_deployments(
     num_experts = serving.model.num_experts
     load = np.asarray(sample_load(before, num_experts=num_experts)).sum(0)
     routes = np.asarray(before.expert_ids)[np.asarray(before.mask)]
-    routes = routes[:: -(-len(routes) // TOKENS)]
+    routes = routes[:: -(-len(routes) // MOST_TOKENS)]
     even = [even_placement(number, num_experts, top_k=serving.model.top_k) for number in groups]
     contiguous = [merge_rows(contiguous_placement(load, number), routes) for number in groups]
-    planned = []
-    for number in groups:
-        for slots in replica_slots:
-            if slots and number == 1:
-                continue  # a single group already holds every expert
-            placement = plan_placement(load, number, replica_slots=slots, key=jax.random.key(seed))
-            planned.append(merge_rows(placement, routes))
-            progress()
-    if not planned:
+    sizes = [(number, slots) for number in groups for slots in replica_slots if number > 1 or not slots]
+    if not sizes:
         raise ValueError(
             f"replica_slots={tuple(replica_slots)} with expert_groups={tuple(groups)} leaves no placement to try:"
             " replicas need at least two groups"
         )
+    planned = []
+    for number, slots in sizes:
+        placement = plan_placement(load, number, replica_slots=slots, key=jax.random.key(seed))
+        planned.append(merge_rows(placement, routes))
+        progress()
     found = []
     for experts, searched, real in (
         ("even (assumed)", even, contiguous),

@@ -11,9 +11,8 @@ because a small policy has few rows per rank.
 """
 
 import dataclasses
-import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,7 +27,6 @@ from rich.table import Table
 from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
-from experiments.rl.generation import Responses
 from experiments.rl.run_folder import saved_config
 from experiments.rl.stages import Stages, prepare_stages, recompute_planned
 from experiments.rl.step import Clip
@@ -84,7 +82,7 @@ class Recomputes(NamedTuple):
 
     log_prob: dict[str, Float[np.ndarray, " tokens"]]
     """The log-probabilities by precision: ``float32``, ``bfloat16``, and ``float8 above`` each threshold."""
-    marked: dict[str, tuple[float, float]]
+    shares: dict[str, tuple[float, float]]
     """The shares of ranks and of rows in float8, over all layers and micro-batches, by precision."""
 
 
@@ -106,7 +104,11 @@ def compare(
     outside = (ratio < 1 - clip.low) | (ratio > 1 + clip.high)
     kl = ratio - 1 - (reference - log_prob)
     return Errors(
-        *map(float, (error.mean(), np.percentile(error, 99), error.max(), outside.mean(), kl.mean()))
+        mean=float(error.mean()),
+        percentile=float(np.percentile(error, 99)),
+        largest=float(error.max()),
+        clipped=float(outside.mean()),
+        kl=float(kl.mean()),
     )
 
 
@@ -152,13 +154,20 @@ def recompute_all(run: Path, settings: Train, config: Float8Error) -> Iterator[R
         for dtype, trainer in trainers.items():
             trainer.state.balancer.discard()
             stages = prepare_stages(trainer.state, trainer.config, responses)
-            recompute = functools.partial(_recompute, trainer, stages, responses)
-            recomputes.log_prob[dtype] = recompute(None)
-        for threshold in config.thresholds:  # `recompute` and `stages` are those of bfloat16, the last dtype
-            name, rule = f"float8 above {threshold:g}", HotRanks(threshold=threshold, min_rows=1)
-            recomputes.log_prob[name] = recompute(rule)
-            recomputes.marked[name] = _marked_shares(stages, rule)
+            for name, rule in _rules(dtype, config.thresholds).items():
+                recomputed = recompute_planned(trainer.state, trainer.config, stages, float8=rule)
+                sampled = recomputed.old_log_probs[responses.response_mask]
+                recomputes.log_prob[name] = sampled.astype(np.float64)
+                recomputes.shares[name] = (0.0, 0.0) if rule is None else _shares_in_float8(stages, rule)
         yield recomputes
+
+
+def _rules(dtype: str, thresholds: Sequence[float]) -> dict[str, HotRanks | None]:
+    """Return the rules of the recomputes in a dtype, by the name of the precision. Float8 is beside bfloat16."""
+    if dtype != "bfloat16":
+        return {dtype: None}
+    hot = {f"float8 above {above:g}": HotRanks(threshold=above, min_rows=1) for above in thresholds}
+    return {dtype: None, **hot}
 
 
 def _restored(run: Path, settings: Train) -> Trainer:
@@ -173,14 +182,7 @@ def _restored(run: Path, settings: Train) -> Trainer:
     return trainer
 
 
-def _recompute(
-    trainer: Trainer, stages: Stages, responses: Responses, rule: HotRanks | None
-) -> Float[np.ndarray, " tokens"]:
-    recomputed = recompute_planned(trainer.state, trainer.config, stages, float8=rule)
-    return recomputed.old_log_probs[responses.response_mask].astype(np.float64)
-
-
-def _marked_shares(stages: Stages, rule: HotRanks) -> tuple[float, float]:
+def _shares_in_float8(stages: Stages, rule: HotRanks) -> tuple[float, float]:
     plans: list[Plan] = [jax.device_get(stage.batch.batch_plan.plan) for stage in stages.recompute]
     hot = np.concatenate([np.ravel(mark_hot_ranks(plan, rule)) for plan in plans])
     rows = np.concatenate([np.ravel(rank_load(plan)) for plan in plans])
@@ -203,9 +205,14 @@ def _show(recomputes: list[Recomputes], settings: Train, console: Console) -> No
         for column in ("ranks", "rows", "mean", "99%", "max", "outside", "KL"):
             table.add_column(column, justify="right")
         for name in [name for name in log_prob if name not in REFERENCES[: number + 1]]:
-            marked = [each.marked.get(name, (0.0, 0.0)) for each in recomputes]
-            shares = [f"{share:.0%}" for share in np.mean(marked, axis=0)]
+            shares = np.mean([each.shares[name] for each in recomputes], axis=0)
             errors = compare(log_prob[name], log_prob[reference], settings.clip)
             numbers = [f"{error:.4f}" for error in errors[:3]]
-            table.add_row(name, *shares, *numbers, f"{errors.clipped:.2%}", f"{errors.kl:.1e}")
+            table.add_row(
+                name,
+                *(f"{share:.0%}" for share in shares),
+                *numbers,
+                f"{errors.clipped:.2%}",
+                f"{errors.kl:.1e}",
+            )
         console.print(table)

@@ -6,14 +6,14 @@ cluster.
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import tyro
 from rich.console import Console
 
-from experiments.multiplex.comparison import GROUPS, OPTIMUM, compare_ways, summary
+from experiments.multiplex.comparison import GROUPS, OPTIMUM, Comparison, Ways, compare_ways, summary
 from experiments.multiplex.figure import draw_group
 from experiments.multiplex.groups import Group
 from experiments.multiplex.job_sources import draw_jobs, read_jobs
@@ -159,19 +159,7 @@ def main(options: Multiplex) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "multiplex.png", options.out / "multiplex.json"
     draw_group(figure, max(groups, key=lambda group: len(group.jobs)), first)
-    write_json(
-        numbers,
-        {
-            "jobs": title,
-            "pools": dataclasses.asdict(pools),
-            "ways": ways,
-            "executed_within_slo": sum(each.executed_within_slo for each in comparisons),
-            "late_phases": sum(each.late_phases for each in comparisons),
-            "phases": sum(each.phases for each in comparisons),
-            "gaps": [each.gap(GROUPS) for each in comparisons] if OPTIMUM in ways else None,
-            "sets": [[_group_numbers(group) for group in each.groups] for each in comparisons],
-        },
-    )
+    write_json(numbers, _numbers(title, pools, ways, comparisons))
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
@@ -197,6 +185,20 @@ def _read(path: Path, run: RunJob, recorded: Mapping[str, StepDurations]) -> lis
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a file of jobs or the folder of a run")
     return read_jobs(path)
+
+
+def _numbers(title: str, pools: Pools, ways: Ways, comparisons: Sequence[Comparison]) -> dict[str, object]:
+    """Return the contents of the JSON file."""
+    return {
+        "jobs": title,
+        "pools": dataclasses.asdict(pools),
+        "ways": ways,
+        "executed_within_slo": sum(comparison.executed_within_slo for comparison in comparisons),
+        "late_phases": sum(comparison.late_phases for comparison in comparisons),
+        "phases": sum(comparison.phases for comparison in comparisons),
+        "gaps": [comparison.gap(GROUPS) for comparison in comparisons] if OPTIMUM in ways else None,
+        "sets": [[_group_numbers(group) for group in comparison.groups] for comparison in comparisons],
+    }
 
 
 def _group_numbers(group: Group) -> dict[str, object]:
