@@ -5,10 +5,9 @@ host devices as 2x4 share this machine's cores, so the times compare total work,
 at their homes and drop no token:
 
 - capacity-padded: every pair of source rank and expert has a lane, all lanes have the length of the longest, and a
-batched
-  matmul computes the experts (as in Switch and GShard, with a capacity that drops no token);
+  batched matmul computes the experts (as in Switch and GShard, with a capacity that drops no token);
 - `ragged_dot`: lanes have the worst-case length, and the receiver sorts rows and calls `jax.lax.ragged_dot` three
-times.
+  times.
 """
 
 import dataclasses

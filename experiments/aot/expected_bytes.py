@@ -4,8 +4,7 @@
                gradient of combine. They come back twice: in combine and as the gradient of dispatch. The recomputation
                omits combine
     gates      float32, one for each row inside the node and K for a row that crosses nodes. They are sent out twice,
-    and
-               their gradient comes back once
+               and their gradient comes back once
     replicas   bfloat16. They are fetched, fetched again in the backward pass, and their gradients return. In the padded
                fetch a rank sends its exports and its R slots in pieces, however often an expert is copied. A fetch by a
                kernel sends nothing; only the gradients return, padded

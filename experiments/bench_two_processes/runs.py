@@ -197,7 +197,8 @@ class _Run:
         load, tokens = batch.rank_load, (batch.expert_ids[:, 0, :, :, 0] >= 0).sum(-1)
         begin, add, end = self.program_bytes
         needed = needed_bytes(
-            *(batch, self.topology),
+            batch,
+            self.topology,
             hierarchical=self.path == "hierarchical",
             width=self.settings.width,
             hidden=self.settings.hidden,
@@ -233,7 +234,8 @@ def _run_count(runs: dict[str, _Run], count: int, repeats: int) -> Iterator[Line
     seconds = interleaved_seconds(updates, repeats=repeats) if repeats else {name: [] for name in updates}
     for name, run in runs.items():
         yield run.line(
-            *(name, count),
+            name,
+            count,
             bytes_sent=sent[name],
             gradient_norm=norms[name],
             prepare_seconds=prepare_seconds[name],
