@@ -222,7 +222,6 @@ TRAINING = {
     f"--anneal-steps={2**50}": f"anneal_steps={2**50} {INTEGER} 0 and at most 2147483647",
     f"--reorder.steps={2**60}": f"reorder.steps={2**60} needs 8589934592 GiB of memory, but this machine has",
     "--reorder.steps=0": f"steps=0 {INTEGER} 1 and at most 2147483647",
-    "--reorder.move-cost=inf": "move_cost=inf must be at least 0 and at most 1e+09",
     f"--replicate.min-tokens={2**31}": f"min_tokens={2**31} {INTEGER} 1 and at most 2147483647",
     f"--replicate.tile={2**63}": f"tile={2**63} {INTEGER} 1 and at most 2147483647",
     f"--replica-slots={2**63}": f"replica_slots={2**63} must be at most num_experts=16",

@@ -31,10 +31,12 @@ from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.contract.plan import replica_experts, resident_experts
+from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.replay_files import load_replay
 from relibra_jax.contract.types import EMPTY, RoutingReplay
 from relibra_jax.evaluation import Ranks
 from relibra_jax.nnx import check_executed, get_homes
+from relibra_jax.planning.placement import place_experts
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 # The tolerance is on the norm of the difference between two runs' parameters, relative to the norm of what the updates
@@ -385,12 +387,18 @@ def test_prompts_skip_examples_that_are_too_long():
 
 
 def test_planner_settings_reach_the_planner(tmp_path):
-    still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
-    assert still.planner_entry is small(reorder=still.reorder, replicate=still.replicate).planner_entry
-    topology, load = still.topology, np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32)
-    state = still.planner_entry.planner.init(topology, 2, key=jax.random.key(0))
-    plan, _ = jax.jit(still.planner_entry.planner.update)(load, state, topology)
-    np.testing.assert_array_equal(plan.home, np.tile(np.arange(16), (2, 1)))
+    settings = small(reorder=Reorder(steps=3), replicate=Replicate(min_tokens=10**6))
+    entry, topology = settings.planner_entry, settings.topology
+    assert entry is small(reorder=settings.reorder, replicate=settings.replicate).planner_entry
+    request = PlanRequest(np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32))
+    state = entry.planner.init(topology, 2, key=jax.random.key(0))
+    plan, _ = jax.jit(entry.planner.update)(request, state, topology)
+    key, _ = jax.random.split(state.key)
+    few_steps, many_steps = (
+        place_experts(request, state.home, topology, key=key, steps=steps).home for steps in (3, 500)
+    )
+    np.testing.assert_array_equal(plan.home, few_steps)
+    assert (np.asarray(many_steps) != np.asarray(few_steps)).any()
     assert (replica_experts(plan, topology) == EMPTY).all()
     with pytest.raises(ValueError, match="min_tokens=0 must be an integer of at least 1"):
         run(tmp_path, replicate=Replicate(min_tokens=0))
