@@ -1,6 +1,6 @@
 """The table of planners, `PLANNERS`, which the tests, the command line and the figures read.
 
-A planner is a pair of pure functions (see `relibra_jax.contract.types.Planner`). To add one, write a function that
+A planner is a pair of pure functions (see `relibra_jax.contract.planner.Planner`). To add one, write a function that
 returns a planner and add an entry to the table.
 """
 
