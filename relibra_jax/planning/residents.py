@@ -2,9 +2,9 @@
 
 Weights do not change between two optimizer steps, so one push of an expert to a node serves all micro-batches of an
 update. On the hierarchical path, a resident saves the crossing of a token only if it was the token's *only* expert on
-the node of its home; with the resident, another expert may become the only one. So a crossing counts in equal shares for
-the experts that it serves, and residents are chosen greedily: each time the expert that saves the node most time, for
-all nodes in parallel.
+the node of its home; with the resident, another expert may become the only one. So a crossing counts in equal shares
+for the experts that it serves, and residents are chosen greedily: each time the expert that saves the node most time,
+for all nodes in parallel.
 """
 
 import functools
