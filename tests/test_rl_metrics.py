@@ -162,7 +162,7 @@ def test_tell_compilations_names_every_program(ran):
         "begin",
         "decode",
         "count",
-        "plan_alternating",
+        "plan_rounds",
         "node_visits",
         "prepare",
         "prepare_residents",

@@ -12,6 +12,7 @@ from flax import nnx
 from rich.console import Console
 from support.runs import SMALL, SMALLEST, update_from
 
+from experiments.float8.hot_ranks import HotRanks
 from experiments.rl.algorithms import Targets
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
