@@ -238,7 +238,7 @@ def test_moe_layer_precision_is_as_documented():
 
 def loss_in_float32(params, x):
     rest = nnx.split(layer_of("softmax"), nnx.Param, ...)[2]
-    wide = MoELayer(*(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]), shared_width=4, rngs=nnx.Rngs(0))
+    wide = MoELayer(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"], shared_width=4, rngs=nnx.Rngs(0))
     layer = nnx.merge(nnx.graphdef(wide), params, rest)
     return layer(x, REPLAY, replayed(), parallel=PARALLEL, mask=MASK).output.sum()
 
