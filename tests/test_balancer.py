@@ -349,7 +349,7 @@ def wrong_replays():
     yield RoutingReplay(outside, mask), r"sample \d+, token \d+, layer 1: expert id 8 is outside 0..7"
     yield (
         RoutingReplay(ids[:1], mask[:1]),
-        r"num_micro_batches\[0\]=2 must be an integer of at least 1 and at most 1",
+        "num_micro_batches=2 must be an integer of at least 1 and at most 1",
     )
 
 

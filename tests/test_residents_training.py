@@ -243,7 +243,7 @@ def test_prepare_residents_serves_one_update_only(whole):
         run = Run()
         assert run.train(0, 1, share_push=True) == whole[2][:UPDATES]
         plan = run.batch.batch_plan.plan
-        with pytest.raises(ValueError, match="pushed at optimizer step 1, the optimizer is at step 2"):
+        with pytest.raises(ValueError, match="pushed at optimizer step 1, but the optimizer is at step 2"):
             check_residents(run.residents, run.optimizer.step[...], plan, TOPOLOGY)
 
 

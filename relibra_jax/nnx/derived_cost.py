@@ -194,7 +194,7 @@ def stage_prices(
         groups = math.prod(parallel.data_shape)
         return (dataclasses.replace(BALANCE, rows=rows, data_parallel=groups),) * num_stages
     if updates is None:
-        updates = (1,) * num_stages if num_stages > 1 else (cost.updates,)
+        updates = (cost.updates,) if num_stages == 1 else (1,) * num_stages
     shared = cost.recompute and 0 not in updates
     return tuple(
         cost.price(parallel.topology, updates=number, recompute=shared or not number) for number in updates
