@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -539,7 +540,9 @@ def test_batch_time_under_jit_and_vmap(monkeypatch):
 
     before = [call(*planes(one)) for one in (batch, other)]
     with monkeypatch.context() as context:
-        context.setattr("relibra_jax.cost.batch_time.rank_time", None)  # a trace would call it
+        context.setattr(
+            sys.modules["relibra_jax.cost.batch_time"], "rank_time", None
+        )  # a trace would call it
         alone = [call(*planes(one)) for one in (other, batch)][::-1]
         call(*planes(batch), cost=price(ONCE, scale=2.0))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), planes(batch), planes(other))

@@ -22,7 +22,7 @@ from relibra_jax.models.attention import Attention, attention_implementation
 from relibra_jax.models.language_model import abstract_model
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 
 SIZES = {
@@ -131,11 +131,14 @@ def replayed(planner):
     """Return the routing of the live run, and layer plans for its load with all samples left in place."""
     ids, planner = live().expert_ids, PLANNERS[planner].planner
     state = planner.init(TOPOLOGY, CONFIG.layers, key=jax.random.key(0))
-    batch_plan, _ = jax.jit(plan_batch, static_argnums=(1, 3), static_argnames="num_micro_batches")(
-        *(RoutingReplay(ids, MASK), planner, state, TOPOLOGY),
-        num_micro_batches=1,
-        start=assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=1),
-    )
+    stage = Stage(1, start=assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=1))
+
+    @jax.jit
+    def plan(replay, state):
+        (batch_plan,), _ = plan_batch(replay, planner, state, TOPOLOGY, stages=[stage])
+        return batch_plan
+
+    batch_plan = plan(RoutingReplay(ids, MASK), state)
     assert np.asarray(batch_plan.assignment.sample).ravel().tolist() == list(range(SAMPLES))
     return ids, jax.device_get(batch_plan).micro_batch(0)
 

@@ -18,13 +18,11 @@ TEXT = (ROOT / "README.md").read_text()
 def test_the_structure_in_contributing_exists():
     tree = re.search(r"```text\n(relibra_jax/.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert tree
-    folder = Path()
+    folders = []
     for line in tree.group(1).splitlines():
-        name = line.split()[0]
-        path = folder / name if line.startswith(" ") else Path(name)
-        assert (ROOT / path).exists(), path
-        if not line.startswith(" ") and name.endswith("/"):
-            folder = path
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        assert ROOT.joinpath(*folders).exists(), folders
 
 
 def options(config):

@@ -33,7 +33,7 @@ def layer_plan(mesh, micro_batch):
 def test_fetch_tables_pull_from_the_ranks_with_the_experts(mesh):
     topology, pulled = topology_of(mesh, REPLICAS, RESIDENTS), 0
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch="remote_emulated")
-    prepare = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch)
+    prepare = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch_tables)
     for micro_batch in range(4):
         plan = layer_plan(mesh, micro_batch)
         tables = jax.tree.map(np.asarray, prepare(plan))
@@ -55,7 +55,7 @@ def test_remote_rows_are_empty_for_exports_that_do_not_fit():
     sizes = dataclasses.replace(worst_case_capacities(1, 1, topology), exports=1)
     mesh = expert_mesh(topology)
     parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, fetch="remote_emulated")
-    tables = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch)(layer_plan("1x8", 0))
+    tables = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch_tables)(layer_plan("1x8", 0))
     assert not np.asarray(tables.fits).any()
     rank, row = map(np.asarray, tables.remote)
     assert ((rank >= EMPTY) & (rank < 8) & (row >= EMPTY) & (row < 1)).all()

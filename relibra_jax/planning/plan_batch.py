@@ -156,12 +156,13 @@ def plan_batch(
     """
     single = not isinstance(stages, Sequence)
     parts = stages if isinstance(stages, Sequence) else [Stage(stages)]
+    num_samples = len(batch.mask if isinstance(batch, RoutingReplay) else batch.lengths)
+    samples = stage_samples(num_samples, parts)
     prices = _check_prices(cost, len(parts))
     if isinstance(batch, RoutingReplay):
         paid = any(map(pays_for_crossings, prices))
         batch = count_batch(batch, topology, with_routes=paid, with_transitions=planner.uses_transitions)
     batch = widen_counts(batch, topology)
-    samples = stage_samples(len(batch.lengths), parts)
     check_integer("rounds", rounds, least=0)
     if start is not None:
         _check_start(start, batch.sample_load.shape[1], topology)
