@@ -56,7 +56,7 @@ from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.replication import replicate_experts, without_replicas
 from relibra_jax.planning.routes import Routes
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
 from relibra_jax.rollout.counts import sample_counts
@@ -126,4 +126,5 @@ __all__ = [
     "save_replay",
     "source_quota",
     "static",
+    "without_replicas",
 ]

@@ -236,7 +236,7 @@ def _request(
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
     load = jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
     price = _price_of_batch(problem.prices, problem.samples)
-    return loads, PlanRequest(load, routes, batch.transitions, price)
+    return loads, PlanRequest(load=load, routes=routes, transitions=batch.transitions, price=price)
 
 
 def _split_stages(
