@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
+from experiments.interleaving import alternating
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly
@@ -97,12 +97,9 @@ def main(config: BenchExposed) -> None:
                 plan_ahead=ahead,
             )
             trainers[judge, ahead] = Trainer(settings, 0, task=task, tokenizer=tokenizer)
-    lines: dict[tuple[str, float], list[dict[str, Any]]] = {name: [] for name in trainers}
-    for round_ in range(config.repeats + 2):
-        for name, trainer in trainers.items():
-            line = trainer.learn()
-            if round_ > 1:  # the first two steps set the buffer sizes and compile the programs
-                lines[name].append(line)
+    # The first two steps set the buffer sizes and compile the programs.
+    runs = {name: trainer.learn for name, trainer in trainers.items()}
+    lines = alternating(runs, repeats=config.repeats, warm_up=2)
     samples = config.prompts * Train.responses_per_prompt
     table = Table(
         title=f"{config.policy}: {samples} responses of at most {config.response_tokens} tokens, 2 x 4 host devices,"
