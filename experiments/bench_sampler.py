@@ -51,7 +51,9 @@ def main(config: BenchSampler) -> None:
     prompts = np.random.default_rng(0).integers(0, 256, (config.samples, config.prompt_tokens), np.int32)
     run = functools.partial(
         generate,
-        *(policy, prompts, np.full(config.samples, config.prompt_tokens)),
+        policy,
+        prompts,
+        np.full(config.samples, config.prompt_tokens),
         jax.random.split(jax.random.key(1), config.samples),
         parallel=ExpertParallel(mesh=mesh, topology=topology),
     )
