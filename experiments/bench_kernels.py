@@ -11,8 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.gpu_day.baselines import dense_mlp, ragged_mlp
+from experiments.gpu_day.operations import Operands, Version, split_operands
 from experiments.interleaving import interleaved
 from experiments.program import run_program
 from pallas_kernels import grouped_dot, grouped_mlp
@@ -36,104 +37,100 @@ def group_sizes(rows: int, groups: int) -> np.ndarray:
     return rng.multinomial(rows, share / share.sum()).astype(np.int32)
 
 
-def swiglu(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Apply one MLP: ``x[..., r, D]`` and ``weights[..., 3, D, F]`` give ``[..., r, D]``."""
-    gate, up, down = jnp.moveaxis(weights, -3, 0)
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ jnp.swapaxes(down, -1, -2)
-
-
-def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Apply each group's MLP with three calls of `jax.lax.ragged_dot`."""
-    gate, up, down = jnp.moveaxis(weights, 1, 0)
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    return jax.lax.ragged_dot(hidden, down.swapaxes(1, 2), sizes)
-
-
-class Operation(NamedTuple):
-    """One computation in the implementations that a table compares."""
-
-    grouped: Callable[..., jax.Array]
-    """The grouped kernel, a function of ``(rows, weight buffers, group_sizes)``."""
-    dense: Callable[[jax.Array, jax.Array], jax.Array]
-    """The dense function of ``(rows, weights)``; both may have groups as their first axis."""
-    ragged: Callable[..., jax.Array]
-    """The function of ``(rows, weights, group_sizes)`` that uses `jax.lax.ragged_dot`."""
-    weight_shape: tuple[int, ...]
-    """The shape of one group's weights."""
-
-
-OPERATIONS = {
-    "product": Operation(grouped_dot, jnp.matmul, jax.lax.ragged_dot, (D, F)),
-    "MLP": Operation(grouped_mlp, swiglu, ragged_mlp, (3, D, F)),
-}
-
-
-def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function of ``(d_out, *arrays)`` that computes the output and all gradients of ``run``."""
-
-    def both(d_out: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(run, *arrays)
-        return out, *pull(d_out)
-
-    return jax.jit(both)
-
-
-def bench(name: str, dtype: str, *, repeats: int) -> None:
-    """Time an operation forward, and forward with all gradients, and print the table.
+def make_operands(matrix: tuple[int, ...], columns: int) -> Operands:
+    """Draw float32 operands for all rows.
 
     Args:
-        name: the name of the operation in `OPERATIONS`.
-        dtype: the dtype of rows and weights.
-        repeats: the number of timed runs of each implementation, of which the median is shown.
+        matrix: the shape of one group's weights.
+        columns: the number of columns of the result.
     """
-    operation = OPERATIONS[name]
-    sizes = group_sizes(ROWS, HOMES + REPLICAS)
     keys = jax.random.split(jax.random.key(0), 3)
-    rows = jax.random.normal(keys[0], (ROWS, D), dtype)
-    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *operation.weight_shape), dtype) / 16
-    d_out = jax.random.normal(keys[1], jax.eval_shape(operation.dense, rows, weights[0]).shape, dtype)
+    rows = jax.random.normal(keys[0], (ROWS, D))
+    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *matrix)) / 16
+    return split_operands(rows, jax.random.normal(keys[1], (ROWS, columns)), weights, HOMES)
 
+
+def padding(sizes: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Return where padded groups ``[groups, largest size]`` read their rows, and where the rows are in them."""
     group = np.repeat(np.arange(len(sizes)), sizes)
     offset = np.arange(ROWS) - (np.cumsum(sizes) - sizes)[group]
-    capacity = int(sizes.max())
-    source = np.zeros((len(sizes), capacity), np.int32)
+    source = np.zeros((len(sizes), sizes.max()), np.int32)
     source[group, offset] = np.arange(ROWS)
+    return jnp.asarray(source), jnp.asarray(group * sizes.max() + offset)
 
-    device_sizes = jnp.asarray(sizes)
-    gather, back = jnp.asarray(source), jnp.asarray(group * capacity + offset)
 
-    def grouped(rows: jax.Array, *buffers: jax.Array) -> jax.Array:
-        return operation.grouped(rows, buffers, device_sizes, implementation="xla")
+def versions(
+    kernel: Callable[..., jax.Array], dense: Callable[..., jax.Array], sizes: np.ndarray
+) -> dict[str, Version]:
+    """Return the kernel and the baselines that are also timed with gradients.
 
-    def padded(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return operation.dense(rows[gather], weights).reshape(-1, d_out.shape[1])[back]
+    Args:
+        kernel: the grouped kernel, a function of ``(rows, weight buffers, group sizes)``.
+        dense: the dense function of rows and matrices, both of which may have groups as their first axis.
+        sizes: the group sizes, to whose largest the padded baseline pads.
+    """
+    gather, back = padding(sizes)
 
-    calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
-        GROUPED: (grouped, (rows, weights[:HOMES], weights[HOMES:])),
-        DENSE: (operation.dense, (rows, weights[0])),
-        PADDED: (padded, (rows, weights)),
+    def one_group(rows: jax.Array, matrices: list[jax.Array], _: jax.Array) -> jax.Array:
+        return dense(rows, *matrices)
+
+    def padded(rows: jax.Array, weights: jax.Array, _: jax.Array) -> jax.Array:
+        out = dense(rows[gather], *(jnp.moveaxis(weights, 1, 0) if weights.ndim == 4 else [weights]))
+        return out.reshape(-1, out.shape[-1])[back]
+
+    return {
+        GROUPED: Version(
+            functools.partial(kernel, implementation="xla"), lambda given: (given.x, given.weights)
+        ),
+        DENSE: Version(one_group, lambda given: (given.x, given.dense)),
+        PADDED: Version(padded, lambda given: (given.x, given.joint)),
     }
-    forward: dict[str, Any] = {}
-    both: dict[str, Any] = {}
-    for label, (call, arrays) in calls.items():
-        forward[label] = functools.partial(jax.jit(call), *arrays)
-        both[label] = functools.partial(with_gradients(call), d_out, *arrays)
-    outputs = {label: np.asarray(run(), np.float32) for label, run in forward.items()}
-    difference = np.abs(outputs[GROUPED] - outputs[PADDED]).max() / np.abs(outputs[PADDED]).max()
 
+
+def time_versions(
+    by_name: Mapping[str, Version], ragged: Version, operands: Operands, sizes: np.ndarray, *, repeats: int
+) -> tuple[list[dict[str, float]], float]:
+    """Time the versions forward, and forward with all gradients.
+
+    Args:
+        by_name: the result of `versions`.
+        ragged: the version that uses `jax.lax.ragged_dot`; it runs once, and only forward.
+        operands: the operands of all versions.
+        sizes: the group sizes.
+        repeats: the number of timed runs of each version.
+
+    Returns:
+        The median seconds by name, forward and with gradients, and the largest difference between the kernel and the
+        padded baseline as a share of the largest output.
+    """
+    given = operands, jnp.asarray(sizes)
+    forward = {name: functools.partial(jax.jit(each.forward), *given) for name, each in by_name.items()}
+    both = {name: functools.partial(jax.jit(each.with_gradients), *given) for name, each in by_name.items()}
+    kernel, padded = (np.asarray(forward[name](), np.float32) for name in (GROUPED, PADDED))
     # The padded baseline leaves caches and pages cold for whatever runs next, so it is timed alone.
     seconds = []
     for runs in (forward, both):
         alone = {PADDED: runs.pop(PADDED)}
         seconds.append(interleaved(runs, repeats=repeats) | interleaved(alone, repeats=repeats))
-    masked = jax.jit(operation.ragged).lower(rows, weights, device_sizes).compile()
+    masked = jax.jit(ragged.forward).lower(*given).compile()
     start = time.perf_counter()
-    jax.block_until_ready(masked(rows, weights, device_sizes))
+    jax.block_until_ready(masked(*given))
     seconds[0][MASKED] = time.perf_counter() - start
+    return seconds, float(np.abs(kernel - padded).max() / np.abs(padded).max())
 
+
+def print_table(name: str, sizes: np.ndarray, seconds: list[dict[str, float]], *, repeats: int) -> None:
+    """Print the times of an operation.
+
+    Args:
+        name: the name of the operation.
+        sizes: the group sizes.
+        seconds: the median seconds by version, forward and with gradients.
+        repeats: the number of timed runs.
+    """
     table = Table(
-        title=f"{name}: {ROWS} rows {dtype}, D={D}, F={F}, {HOMES}+{REPLICAS} slots\n"
-        f"of {sizes.min()} to {capacity} rows; medians of {repeats} runs",
+        title=f"{name}: {ROWS} rows float32, D={D}, F={F}, {HOMES}+{REPLICAS} slots\n"
+        f"of {sizes.min()} to {sizes.max()} rows; medians of {repeats} runs",
         title_justify="left",
     )
     columns = ("implementation", "forward ms", "/ dense", "with gradients ms", "/ dense")
@@ -146,7 +143,6 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
                 cells += [f"{times[label] * 1e3:.0f}", f"{times[label] / times[DENSE]:.2f}"]
         table.add_row(label, *cells)
     console.print(table)
-    console.print(f"largest difference from the padded baseline: {difference:.1e} of the largest output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,8 +162,20 @@ def main(config: BenchKernels) -> None:
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
-    for operation_name in OPERATIONS:
-        bench(operation_name, "float32", repeats=config.repeats)
+    sizes = group_sizes(ROWS, HOMES + REPLICAS)
+    for name, kernel, dense, ragged, matrix, columns in (
+        ("product", grouped_dot, jnp.matmul, jax.lax.ragged_dot, (D, F), F),
+        ("MLP", grouped_mlp, dense_mlp, ragged_mlp, (3, D, F), D),
+    ):
+        seconds, difference = time_versions(
+            versions(kernel, dense, sizes),
+            Version(ragged, lambda given: (given.x, given.joint)),
+            make_operands(matrix, columns),
+            sizes,
+            repeats=config.repeats,
+        )
+        print_table(name, sizes, seconds, repeats=config.repeats)
+        console.print(f"largest difference from the padded baseline: {difference:.1e} of the largest output")
 
 
 if __name__ == "__main__":

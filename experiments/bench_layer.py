@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
+from experiments.gpu_day.baselines import dense_mlp, ragged_mlp
 from experiments.interleaving import interleaved
 from experiments.program import TraceName, run_program
 from relibra_jax.contract.plan import home_layout
@@ -64,11 +65,6 @@ class BenchLayer:
     """The number of timed runs of each layer; the table shows medians."""
 
 
-def swiglu(gate, up):
-    """Apply the activation between the matrix products."""
-    return jax.nn.silu(gate) * up
-
-
 def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
     """Compute one rank's part of the capacity-padded layer, for ``x[t D]`` and home experts ``[H 3 D F]``.
 
@@ -92,8 +88,7 @@ def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
     )
     lanes = sent.reshape(ranks, homes, capacity, -1)
     there = jax.lax.all_to_all(lanes, RANKS, 0, 0, tiled=True).swapaxes(0, 1).reshape(homes, -1, x.shape[1])
-    hidden = swiglu(*(jnp.einsum("hcd,hdf->hcf", there, experts[:, part]) for part in range(2)))
-    out = jnp.einsum("hcf,hdf->hcd", hidden, experts[:, 2])
+    out = dense_mlp(there, experts[:, 0], experts[:, 1], experts[:, 2])
     lanes = out.reshape(homes, ranks, capacity, -1).swapaxes(0, 1)
     back = jax.lax.all_to_all(lanes, RANKS, 0, 0, tiled=True).reshape(-1, x.shape[1])
     copies = back.at[lane].get(mode="fill", fill_value=0).reshape(*ids.shape, -1)
@@ -118,9 +113,7 @@ def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
     there, group = exchange(sent), exchange(which)
     sort = jnp.argsort(group, stable=True)
     sizes = jnp.zeros(homes, jnp.int32).at[group].add(1, mode="drop")
-    rows = there[sort]
-    hidden = swiglu(*(jax.lax.ragged_dot(rows, experts[:, part], sizes) for part in range(2)))
-    out = jax.lax.ragged_dot(hidden, experts[:, 2].swapaxes(1, 2), sizes)
+    out = ragged_mlp(there[sort], experts, sizes)
     back = exchange(jnp.zeros_like(out).at[sort].set(out))
     copies = back.at[lane].get(mode="fill", fill_value=0).reshape(*ids.shape, -1)
     return (copies * gates[..., None]).sum(1)

@@ -1,6 +1,6 @@
-"""The baselines for the three grouped products: jax.lax, JAX's example kernels, tokamax and PyTorch.
+"""The baselines: MLPs of dense and ragged matmuls, and for the products jax.lax, JAX's kernels, tokamax and PyTorch.
 
-A baseline is measured if it is installed and supports the shape.
+A baseline for the products is measured if it is installed and supports the shape.
 """
 
 import functools
@@ -29,6 +29,18 @@ _WEIGHT_GRADIENT: Final = jax.lax.RaggedDotDimensionNumbers(
 )
 _EXAMPLE_TILES: Final = ((128, 128), (64, 128), (64, 64))
 """The tile heights and widths for JAX's example, which does not support shapes that they do not divide."""
+
+
+def dense_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """Apply one MLP to rows ``x[..., r, D]``, with three matrices ``[..., D, F]`` whose first axes are those of x."""
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ jnp.swapaxes(down, -1, -2)
+
+
+def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Apply each group's MLP ``[3, D, F]`` to its rows with three calls of `jax.lax.ragged_dot`."""
+    gate, up, down = (weights[:, part] for part in range(3))
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    return jax.lax.ragged_dot(hidden, down.swapaxes(1, 2), sizes)
 
 
 def calls(product: Product) -> dict[str, Call]:

@@ -52,8 +52,8 @@ class Sizes(NamedTuple):
         return cls(72, 64, 192, 3) if rehearsal else cls(4104, 512, 704, 18)
 
 
-class Operands:
-    """Random operands, and the expected results of their products.
+class ProductCase:
+    """Random operands of products, and the expected results.
 
     Args:
         sizes: the sizes of the operands.
@@ -158,7 +158,7 @@ def check_jax_example(*, rehearsal: bool) -> None:
 
 def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: bool) -> None:
     """Check the row product for one tile height, plain or transposed weights, and clusters of one or two blocks."""
-    operands = Operands(Sizes.of(rehearsal))
+    case = ProductCase(Sizes.of(rehearsal))
 
     @jax.jit
     def run(rows, buffers, offsets):
@@ -174,13 +174,13 @@ def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: boo
         )[0]
 
     for name in SPLITS:
-        split, rows = operands.split(name), operands.dy if transposed else operands.x
+        split, rows = case.split(name), case.dy if transposed else case.x
         begin = time.perf_counter()
         with interpreter(rehearsal):
-            result = run(operands.poison(rows, split), operands.buffers, operands.offsets(split))
+            result = run(case.poison(rows, split), case.buffers, case.offsets(split))
             result = np.asarray(result.astype(jnp.float32))
         seconds = round(time.perf_counter() - begin, 2)
-        error = check_close(f"{name} groups", result, operands.product(rows, split, transposed=transposed))
+        error = check_close(f"{name} groups", result, case.product(rows, split, transposed=transposed))
         if result[split.sum() :].any():
             raise ValueError(f"{name} groups: the padding of the result is not zero")
         print_facts(groups=name, **error._asdict(), seconds=seconds)
@@ -188,29 +188,29 @@ def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: boo
 
 def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None:
     """Check the weight gradient for one tile height and clusters of one or two blocks."""
-    operands = Operands(Sizes.of(rehearsal))
-    slots = tuple(len(buffer) for buffer in operands.buffers)
+    case = ProductCase(Sizes.of(rehearsal))
+    slots = tuple(len(buffer) for buffer in case.buffers)
 
     @jax.jit
     def run(x, dy, offsets):
         return weight_gradient_kernel([(x, dy)], offsets, slots, tiles=TileSizes(height, 128, 4, cluster))
 
     for name in SPLITS:
-        split = operands.split(name)
-        rows = operands.poison(operands.x, split), operands.poison(operands.dy, split)
+        split = case.split(name)
+        rows = case.poison(case.x, split), case.poison(case.dy, split)
         with interpreter(rehearsal):
-            parts = [np.asarray(part.astype(jnp.float32)) for part in run(*rows, operands.offsets(split))]
+            parts = [np.asarray(part.astype(jnp.float32)) for part in run(*rows, case.offsets(split))]
         result, expected, ends = np.concatenate(parts)[:, 0], [], np.cumsum(split)
         for start, end in zip(ends - split, ends, strict=True):
-            x, dy = (np.asarray(array[start:end], np.float32) for array in (operands.x, operands.dy))
+            x, dy = (np.asarray(array[start:end], np.float32) for array in (case.x, case.dy))
             expected.append(x.T @ dy)
         print_facts(groups=name, **check_close(f"{name} groups", result, np.stack(expected))._asdict())
 
 
 def check_gate_up(*, rehearsal: bool) -> None:
     """Check the product with gate and up in one sweep and SwiGLU fused."""
-    operands = Operands(Sizes.of(rehearsal), matrices=2)
-    split = operands.split("uneven")
+    case = ProductCase(Sizes.of(rehearsal), matrices=2)
+    split = case.split("uneven")
     with interpreter(rehearsal):
         (result,) = jax.jit(
             functools.partial(
@@ -221,19 +221,19 @@ def check_gate_up(*, rehearsal: bool) -> None:
                 padding=True,
                 tiles=TileSizes(128, 64 if rehearsal else 128, 4),
             )
-        )([operands.x], operands.buffers, operands.offsets(split))
+        )([case.x], case.buffers, case.offsets(split))
         result = np.asarray(result.astype(jnp.float32))
-    gate, up = (operands.product(operands.x, split, matrix) for matrix in (0, 1))
+    gate, up = (case.product(case.x, split, matrix) for matrix in (0, 1))
     print_facts(**check_close("gate and up", result, gate / (1 + np.exp(-gate)) * up)._asdict())
 
 
 def _mlp_operands(rehearsal: bool) -> tuple[Any, ...]:
     sizes = Sizes.of(rehearsal)
-    operands = Operands(sizes, matrices=3)
-    homes, replicas = (buffer * sizes.contraction**-0.5 for buffer in operands.buffers)
+    case = ProductCase(sizes, matrices=3)
+    homes, replicas = (buffer * sizes.contraction**-0.5 for buffer in case.buffers)
     scale = jnp.linspace(0.5, 2, sizes.rows, dtype=jnp.float32)
-    d_out = jax.random.normal(jax.random.key(7), operands.x.shape, jnp.bfloat16)
-    return operands.x, (homes, replicas), jnp.asarray(operands.split("uneven")), scale, d_out
+    d_out = jax.random.normal(jax.random.key(7), case.x.shape, jnp.bfloat16)
+    return case.x, (homes, replicas), jnp.asarray(case.split("uneven")), scale, d_out
 
 
 def _with_gradients(implementation: str, rehearsal: bool) -> Callable[..., dict[str, Any]]:

@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     """The weights of the home slots and of the replica slots, each ``[slots, k, n]``, or ``[slots, 3, k, n]`` for an
     MLP."""
     joint: jax.Array | None
-    """The weights of all slots in one buffer, for the baselines; None for an MLP."""
+    """The weights of all slots in one buffer, for the baselines; None if no version reads it."""
     apart: list[tuple[jax.Array, jax.Array]]
     """The home and replica slots of each matrix of an MLP, for products one at a time."""
     dense: list[jax.Array]
@@ -43,6 +43,24 @@ class Operands(NamedTuple):
 
 type Call = Callable[[Operands, jax.Array], Any]
 """A function ``(operands, group sizes) -> result``."""
+
+
+class Version(NamedTuple):
+    """One way to compute an operation, forward or with gradients; each method is a `Call`."""
+
+    call: Callable[..., Any]
+    """The function ``(*inputs, group sizes) -> result``."""
+    inputs: Callable[[Operands], tuple[Any, ...]]
+    """The function that takes the inputs, which have gradients, from operands."""
+
+    def forward(self, operands: Operands, sizes: jax.Array) -> Any:
+        """Compute the result."""
+        return self.call(*self.inputs(operands), sizes)
+
+    def with_gradients(self, operands: Operands, sizes: jax.Array) -> tuple[Any, ...]:
+        """Compute the result and the gradients of all inputs."""
+        out, pull = jax.vjp(lambda *inputs: self.call(*inputs, sizes), *self.inputs(operands))
+        return out, *pull(operands.d_out)
 
 
 class Operation(NamedTuple):
@@ -78,11 +96,24 @@ def operand_sets(matrix: tuple[int, ...], rows: int, homes: int, columns: int) -
         weights = random_array(homes + REPLICAS, *matrix, seed=3 * seed)
         x = random_array(rows, matrix[-2], seed=3 * seed + 1)
         d_out = random_array(rows, columns, seed=3 * seed + 2)
-        buffers, parts = (weights[:homes], weights[homes:]), range(3 if len(matrix) == 3 else 0)
-        apart = [(buffers[0][:, part], buffers[1][:, part]) for part in parts]
-        dense = [weights[0, part] for part in parts] or [weights[0]]
-        sets.append(Operands(x, d_out, buffers, None if apart else weights, apart, dense))
+        operands = split_operands(x, d_out, weights, homes)
+        sets.append(operands._replace(joint=None) if operands.apart else operands)
     return sets
+
+
+def split_operands(x: jax.Array, d_out: jax.Array, weights: jax.Array, homes: int) -> Operands:
+    """Return the operands of one product or MLP, with weights in one buffer and in parts.
+
+    Args:
+        x: the row operand.
+        d_out: the gradient of the result.
+        weights: the weights of all slots.
+        homes: the number of home slots, which are the first ones.
+    """
+    buffers, parts = (weights[:homes], weights[homes:]), range(3 if weights.ndim == 4 else 0)
+    apart = [(buffers[0][:, part], buffers[1][:, part]) for part in parts]
+    dense = [weights[0, part] for part in parts] or [weights[0]]
+    return Operands(x, d_out, buffers, weights, apart, dense)
 
 
 def products(shape: ModelShape, implementation: str) -> Iterator[Operation]:
@@ -156,23 +187,17 @@ def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
         return dot(hidden, down, transposed=True) * scale[:, None].astype(x.dtype)
 
     def dense(x, scale, weights, sizes):
-        gate, up, down = weights
-        return ((jax.nn.silu(x @ gate) * (x @ up)) @ down.T) * scale[:, None].astype(x.dtype)
+        return baselines.dense_mlp(x, *weights) * scale[:, None].astype(x.dtype)
 
-    calls: dict[str, tuple[Callable[..., Any], Callable[[Operands], Any]]] = {
-        OWN_KERNELS: (functools.partial(fused, implementation), lambda operands: operands.weights),
-        UNFUSED: (unfused, lambda operands: operands.apart),
-        DENSE: (dense, lambda operands: operands.dense),
-        "xla": (functools.partial(fused, "xla"), lambda operands: operands.weights),
+    def version(call, weights) -> Version:
+        return Version(call, lambda operands: (operands.x, _ones(operands.x), weights(operands)))
+
+    versions = {
+        OWN_KERNELS: version(functools.partial(fused, implementation), lambda operands: operands.weights),
+        UNFUSED: version(unfused, lambda operands: operands.apart),
+        DENSE: version(dense, lambda operands: operands.dense),
+        "xla": version(functools.partial(fused, "xla"), lambda operands: operands.weights),
     }
-
-    def forward(call, weights, operands: Operands, sizes):
-        return call(operands.x, jnp.ones(operands.x.shape[0], jnp.float32), weights(operands), sizes)
-
-    def with_gradients(call, weights, operands: Operands, sizes):
-        arguments = operands.x, jnp.ones(operands.x.shape[0], jnp.float32), weights(operands)
-        out, pull = jax.vjp(functools.partial(call, sizes=sizes), *arguments)
-        return out, *pull(operands.d_out)
 
     def flops(sizes: np.ndarray) -> float:
         return 6.0 * int(sizes.sum()) * k * n
@@ -185,8 +210,12 @@ def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
         return 2.0 * (4 * int(sizes.sum()) * k + 3 * (int((sizes > 0).sum()) + sizes.size) * k * n)
 
     for name, run, work, traffic in (
-        ("MLP forward", forward, flops, forward_traffic),
-        ("MLP with gradients", with_gradients, lambda sizes: 3 * flops(sizes), total_traffic),
+        ("MLP forward", Version.forward, flops, forward_traffic),
+        ("MLP with gradients", Version.with_gradients, lambda sizes: 3 * flops(sizes), total_traffic),
     ):
-        by_name: dict[str, Call] = {version: functools.partial(run, *call) for version, call in calls.items()}
-        yield Operation(name, by_name, work, traffic, by_name.pop("xla"))
+        calls: dict[str, Call] = {label: functools.partial(run, each) for label, each in versions.items()}
+        yield Operation(name, calls, work, traffic, calls.pop("xla"))
+
+
+def _ones(x: jax.Array) -> jax.Array:
+    return jnp.ones(x.shape[0], jnp.float32)
