@@ -32,7 +32,7 @@ def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: Price) -> floa
     Args:
         batch: the placement and the quotas.
         old_node: the node of each expert before the batch, ``[E]``.
-        cost: the unit times.
+        cost: the price.
 
     Returns:
         The time in seconds.
@@ -58,7 +58,7 @@ def solve_batch(load: np.ndarray, old_node: np.ndarray, cost: Price, *, resident
     Args:
         load: the token copies by the node that holds them, ``[M N E]``.
         old_node: the node of each expert before the batch, ``[E]``.
-        cost: the unit times.
+        cost: the price.
         resident_slots: the number of resident slots of a node.
 
     Returns:

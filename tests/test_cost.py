@@ -48,7 +48,7 @@ ACROSS, INSIDE = 4 * 8 / 100 / 0.5, 4 * 8 / 1000 / 0.5
 
 
 def price(cost_model=FLAT, topology=TOPOLOGY, **changes):
-    """Return the unit times of a cost model with some changes."""
+    """Return the price of a cost model with some changes."""
     return dataclasses.replace(cost_model, **changes).price(topology)
 
 
