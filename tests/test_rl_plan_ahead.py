@@ -55,7 +55,7 @@ def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, monkeyp
         examples = trainer.sampler.examples(0)
         responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch)
         assert ahead.wait() >= 0
-    [(load, tokens, ended)] = calls
+    [((load, tokens, *_), ended)] = calls
     assert 16 <= ended.sum() < 32
     length = responses.mask.sum(1)
     np.testing.assert_array_equal(tokens, np.where(ended, length, 0))
