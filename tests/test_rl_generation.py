@@ -121,7 +121,7 @@ def test_generate_does_not_recompile_for_other_ends_and_padding(caplog):
         sample(ends=(2, 4, 6), pad=6, **options)
         assert "_decode" not in caplog.text
     np.testing.assert_array_equal(swapped.tokens, np.where(first.mask, first.tokens, 0))
-    for name in ("mask", "response", "expert_ids", "log_probs", "ended"):
+    for name in ("mask", "response_mask", "expert_ids", "log_probs", "ended"):
         np.testing.assert_array_equal(getattr(swapped, name), getattr(first, name))
 
 

@@ -17,7 +17,7 @@ from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, T
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
-from relibra_jax.planning.batch import Batch, count_batch
+from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
@@ -54,8 +54,8 @@ def plan_in_turn(
 ) -> tuple[list[PlannedBatch], list[float]]:
     """Plan every batch, each from the state that the batch before left, and check every plan.
 
-    Batches are planned as a user plans them: `relibra_jax.planning.batch.count_batch` counts what can be known before
-    a batch, which is not part of planning and not timed, and `plan_batch` plans from it. Random keys are drawn
+    Batches are planned as a user plans them: `relibra_jax.planning.batch.count_for_planner` counts what can be known
+    before a batch, which is not part of planning and not timed, and `plan_batch` plans from it. Random keys are drawn
     as in `relibra_jax.nnx.Balancer`, so that a Balancer with ``key=jax.random.key(seed)`` makes the same plans.
 
     Args:
@@ -82,7 +82,7 @@ def plan_in_turn(
     planned = []
     for number, replay in enumerate(batches.replays):
         key, assign_key = jax.random.split(key)
-        batch = count_batch(replay, topology, with_transitions=planner.uses_transitions)
+        batch = count_for_planner(replay, planner, topology, [cost])
         plan = functools.partial(_plan, batch, entry, state, setting, cost=cost, key=assign_key)
         batch_plan, state = plan()
         try:

@@ -15,8 +15,8 @@ from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.planning.assignment import Assign
-from relibra_jax.planning.batch import Batch, count_batch
-from relibra_jax.planning.plan_batch import Stage, pays_for_crossings, plan_batch
+from relibra_jax.planning.batch import Batch, count_for_planner
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -40,7 +40,7 @@ def host_device() -> jax.Device:
 def count_on_host(
     replay: RoutingReplay, planner: Planner, topology: Topology, prices: Sequence[Price]
 ) -> Batch:
-    """Count on the host what planning needs from a routing replay (`relibra_jax.planning.batch.count_batch`).
+    """Count on the host what planning needs from a routing replay (`relibra_jax.planning.batch.count_for_planner`).
 
     Args:
         replay: the routing of all samples.
@@ -48,12 +48,7 @@ def count_on_host(
         topology: the expert-parallel group.
         prices: the price of each stage. Routes are sampled if any of them pays for crossings.
     """
-    return count_batch(
-        jax.device_put(replay, host_device()),
-        topology,
-        with_routes=any(map(pays_for_crossings, prices)),
-        with_transitions=planner.uses_transitions,
-    )
+    return count_for_planner(jax.device_put(replay, host_device()), planner, topology, prices)
 
 
 def plan_on_host(

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.check import check_load
-from relibra_jax.contract.planner import Transitions
+from relibra_jax.contract.planner import Planner, Transitions
 from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay, Topology, check_shape
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, RoutingReplay, Topology, check_shape
 from relibra_jax.planning.routes import Routes, sample_routes
 from relibra_jax.planning.transitions import count_transitions
 
@@ -62,6 +62,29 @@ def count_batch(
         with_transitions=with_transitions,
     )
     return counts._replace(row_length=float(replay.mask.shape[1]))
+
+
+def count_for_planner(
+    replay: RoutingReplay, planner: Planner, topology: Topology, prices: Sequence[Price]
+) -> Batch:
+    """Count what a planner needs to plan for some prices, as `count_batch` does, and nothing else.
+
+    Args:
+        replay: the routing of all samples of the batch.
+        planner: the planner, which decides whether transitions are counted.
+        topology: the expert-parallel group.
+        prices: the price of each stage. Routes are sampled if any of them may pay for crossings.
+
+    Returns:
+        The batch.
+    """
+    paid = any(may_be_positive(price.crossing) for price in prices)
+    return count_batch(replay, topology, with_routes=paid, with_transitions=planner.uses_transitions)
+
+
+def may_be_positive(value: Array | float) -> bool:
+    """Return whether a price is positive, or traced and therefore unknown."""
+    return isinstance(value, jax.core.Tracer) or float(value) > 0
 
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "with_routes", "with_transitions"))

@@ -15,7 +15,6 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import (
     BALANCE,
-    Array,
     Assignment,
     BatchPlan,
     Price,
@@ -24,7 +23,7 @@ from relibra_jax.contract.types import (
     check_shape,
 )
 from relibra_jax.planning.assignment import Assign
-from relibra_jax.planning.batch import Batch, check_counts, count_batch, widen_counts
+from relibra_jax.planning.batch import Batch, check_counts, count_for_planner, may_be_positive, widen_counts
 from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
@@ -160,8 +159,7 @@ def plan_batch(
     samples = stage_samples(num_samples, parts)
     prices = _check_prices(cost, len(parts))
     if isinstance(batch, RoutingReplay):
-        paid = any(map(pays_for_crossings, prices))
-        batch = count_batch(batch, topology, with_routes=paid, with_transitions=planner.uses_transitions)
+        batch = count_for_planner(batch, planner, topology, prices)
     batch = widen_counts(batch, topology)
     check_integer("rounds", rounds, least=0)
     if start is not None:
@@ -185,20 +183,11 @@ def plan_batch(
             start=start,
             # Staying saves transfers: where they are free, there is nothing to compare.
             compare_staying=any(
-                map(_may_be_positive, (time for p in prices for time in (p.crossing, p.move, p.push)))
+                map(may_be_positive, (time for p in prices for time in (p.crossing, p.move, p.push)))
             ),
         )
     )
     return plans[0] if single else plans, next_state
-
-
-def pays_for_crossings(price: Price) -> bool:
-    """Return whether a price may have a positive price of crossings, for which planning needs routes."""
-    return _may_be_positive(price.crossing)
-
-
-def _may_be_positive(value: Array | float) -> bool:
-    return isinstance(value, jax.core.Tracer) or float(value) > 0
 
 
 def stage_samples(num_samples: int, stages: Sequence[Stage]) -> tuple[range, ...]:

@@ -22,9 +22,8 @@ def node_visits(
     """Count the distinct tokens that each source rank sends to each node.
 
     The count follows the same rule as dispatch: `relibra_jax.routing.split.source_quota` gives the number of copies of
-        an
-    expert that go to each slot, and `relibra_jax.routing.slots.copy_nodes` selects them. The function works under jit,
-    and goes layer by layer, so that it needs little more memory than the routes of one micro-batch.
+    an expert that go to each slot, and `relibra_jax.routing.slots.copy_nodes` selects them. The function works under
+    jit, and goes layer by layer, so that it needs little more memory than the routes of one micro-batch.
 
     Args:
         replay: the routing of the samples of the batch.
