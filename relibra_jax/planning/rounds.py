@@ -185,8 +185,9 @@ def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array
     placement = Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, problem.topology)))
     if home is None:
         return placement
-    # Contiguous homes are those of a planner that has seen no batch.
-    begins = (number == 0) & (home != contiguous_homes(problem.topology, len(home))).any()
+    # Homes that are EMPTY or contiguous are those of a planner that has seen no batch.
+    planned = (home != EMPTY).all() & (home != contiguous_homes(problem.topology, len(home))).any()
+    begins = (number == 0) & planned
     before = Placement.without_residents(home, problem.topology)
     return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
 
