@@ -201,8 +201,8 @@ def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int 
     """Draw routes of some tokens, with experts drawn without replacement in proportion to the sample's loads.
 
     Args:
-        load: the token copies of solver_seconds sample, ``[B L E]``.
-        tokens: the length of solver_seconds sample, in tokens.
+        load: the token copies of each sample, ``[B L E]``.
+        tokens: the length of each sample, in tokens.
         top_k: the number of experts of a token.
         count: the number of tokens to draw.
     """

@@ -1,6 +1,7 @@
 """Timing of alternating runs: a temporary disturbance of the machine then affects all compared runs alike."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -8,37 +9,49 @@ import jax
 import numpy as np
 
 
-def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
+def interleaved[Name](
+    runs: Mapping[Name, Callable[[], object]], *, repeats: int, shortest: float = 0.0
+) -> dict[Name, float]:
     """Time alternating runs and return the median seconds of each.
 
     Args:
         runs: the functions to time, by name.
         repeats: the number of timed rounds.
+        shortest: the minimum duration of a reading in seconds, as for `interleaved_seconds`.
     """
-    return {
-        name: float(np.median(values)) for name, values in interleaved_seconds(runs, repeats=repeats).items()
-    }
+    readings = interleaved_seconds(runs, repeats=repeats, shortest=shortest)
+    return {name: float(np.median(values)) for name, values in readings.items()}
 
 
 def interleaved_seconds[Name](
-    runs: Mapping[Name, Callable[[], object]], *, repeats: int
+    runs: Mapping[Name, Callable[[], object]], *, repeats: int, shortest: float = 0.0
 ) -> dict[Name, list[float]]:
     """Time alternating runs, after one untimed round to compile and warm up.
 
     Args:
         runs: the functions to time, by name.
         repeats: the number of timed rounds.
+        shortest: the minimum duration of a reading in seconds. A reading calls its function as often as this needs, so
+            that the time to launch a program does not matter on a GPU. With 0, a reading is one call.
 
     Returns:
-        The seconds of every call, by name.
+        The seconds of one call in every reading, by name.
     """
 
-    def seconds(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        return time.perf_counter() - start
+    def call(run: Callable[[], object], count: int) -> float:
+        start, result = time.perf_counter(), None
+        for _ in range(count):
+            result = run()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / count
 
-    return alternating({name: functools.partial(seconds, run) for name, run in runs.items()}, repeats=repeats)
+    counts = dict.fromkeys(runs, 1)
+    if shortest:
+        for name, run in runs.items():
+            call(run, 1)  # compiles
+            counts[name] = math.ceil(shortest / call(run, 1))
+    timed = {name: functools.partial(call, run, counts[name]) for name, run in runs.items()}
+    return alternating(timed, repeats=repeats)
 
 
 def alternating[Name, Result](

@@ -1,18 +1,14 @@
 """``python -m experiments.stragglers``: time each rank's expert compute alone, and sum the times of the slowest ranks.
 
-A step waits for its slowest rank in every layer of every micro-batch. Each rank's work can be timed without a cluster:
-one core runs the rank's rows, grouped as in the plan, forward and backward, with nothing else running. The slowest
-rank's time, summed over layers and micro-batches, is what expert compute would take on one such core per rank. It
-excludes exchanges, replica pushes and attention.
+One core runs every rank's rows, forward and backward, with nothing else running (`experiments.rank_times`).
 """
 
 import dataclasses
 import datetime
-import functools
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 if __name__ == "__main__":  # before JAX is imported
@@ -27,10 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
-from experiments.interleaving import interleaved
 from experiments.program import TraceName, run_program
+from experiments.rank_times import imbalance_over_stages, quotas_of_ranks, rank_seconds, slowest_seconds
 from experiments.synthetic_traces import synthetic_trace
-from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
 from relibra_jax.support.atomic_write import write_json
@@ -61,39 +56,6 @@ class Stragglers:
     """The JSON file for the measured seconds, which ``python -m experiments.claims`` reads. None writes no file."""
 
 
-def rank_calls(
-    contender: ContenderBatch, topology: Topology, config: Stragglers
-) -> dict[tuple[int, int], Callable[[], object]]:
-    """Return functions that run the expert compute of each rank in each layer of each micro-batch.
-
-    Args:
-        contender: the batch with the plan of one planner.
-        topology: the expert-parallel group.
-        config: the settings.
-
-    Returns:
-        The functions by ``(row, rank)``; a row is a layer of a micro-batch.
-    """
-    weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
-    buffers = tuple(jnp.asarray(weights[:slots]) for slots in (topology.home_slots, topology.replica_slots))
-    rows = jnp.asarray(
-        np.random.default_rng(0).normal(size=(contender.capacities.rows, config.width)), jnp.float32
-    )
-
-    @jax.jit
-    def step(rows, buffers, sizes):
-        def loss(rows, buffers):
-            return (grouped_mlp(rows, buffers, sizes) ** 2).sum()
-
-        return jax.grad(loss, (0, 1))(rows, buffers)
-
-    quota = np.asarray(contender.batch_plan.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
-    return {
-        (row, rank): functools.partial(step, rows, buffers, jnp.asarray(quota[row, rank]))
-        for row, rank in np.ndindex(quota.shape[:2])
-    }
-
-
 def time_slowest_ranks(
     by_name: Mapping[str, ContenderBatch], topology: Topology, config: Stragglers
 ) -> dict[str, float]:
@@ -107,17 +69,13 @@ def time_slowest_ranks(
     Returns:
         The sum over layers and micro-batches of the slowest rank's seconds, for each planner.
     """
-    runs = {
-        (name, *place): call
-        for name, batch in by_name.items()
-        for place, call in rank_calls(batch, topology, config).items()
-    }
-    slowest: dict[tuple[str, int], float] = {}
-    for (name, row, _), value in interleaved(runs, repeats=config.repeats).items():
-        slowest[name, row] = max(slowest.get((name, row), 0), value)
-    return {
-        planner: sum(value for (name, _), value in slowest.items() if name == planner) for planner in by_name
-    }
+    weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
+    buffers = [jnp.asarray(weights[:slots]) for slots in (topology.home_slots, topology.replica_slots)]
+    most_rows = max(batch.capacities.rows for batch in by_name.values())
+    rows = np.random.default_rng(0).normal(size=(most_rows, config.width))
+    quotas = {name: quotas_of_ranks(batch.batch_plan.plan.quota) for name, batch in by_name.items()}
+    seconds = rank_seconds(quotas, jnp.asarray(rows, jnp.float32), buffers, repeats=config.repeats)
+    return {name: slowest_seconds(values) for name, values in seconds.items()}
 
 
 def seconds_table(title: str, seconds: Mapping[str, float], by_name: Mapping[str, ContenderBatch]) -> Table:
@@ -126,8 +84,7 @@ def seconds_table(title: str, seconds: Mapping[str, float], by_name: Mapping[str
     for column in ("planner", "slowest ranks, s", "speed / static", "of balanced", "imbalance"):
         table.add_column(column, justify="left" if column == "planner" else "right")
     for name, value in seconds.items():
-        load = by_name[name].rank_load
-        imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
+        imbalance = imbalance_over_stages(quotas_of_ranks(by_name[name].batch_plan.plan.quota).sum(-1))
         shares = f"{seconds['static'] / value:.2f}", f"{seconds['balanced'] / value:.1%}"
         table.add_row(name, f"{value:.2f}", *shares, f"{imbalance:.3f}")
     return table

@@ -8,8 +8,8 @@ import numpy as np
 
 from experiments.contenders import Samples, plan_contender
 from experiments.gpu_day.facts import print_facts
-from experiments.gpu_day.one_rank import layer_output
 from experiments.gpu_day.timing import median_seconds
+from experiments.layer_gradients import layer_gradients
 from pallas_kernels.compare import check_close
 from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.contract.plan import home_layout, replica_count
@@ -63,9 +63,7 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
 
     @jax.jit
     def step(x, gates, experts, ids, prepared):
-        layer = functools.partial(layer_output, ids=ids, layer=prepared, parallel=parallel)
-        out, pull = jax.vjp(layer, x, gates, experts)
-        return out, *pull(out)
+        return layer_gradients(x, gates, experts, ids=ids, layer=prepared, parallel=parallel)
 
     @jax.jit
     def dense_step(x, gates, weights):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu_day.operations import random_array
+from experiments.layer_gradients import layer_gradients, layer_output
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
-from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, prepare_layer
+from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, prepare_layer
 from relibra_jax.routing.sizes import count_capacities
 
 type Run = Callable[[], Any]
@@ -91,12 +92,6 @@ def _fetch(experts, layer, x, parallel):
     return fetch_replicas(experts, layer, x, parallel)
 
 
-def layer_output(x, gates, experts, *, ids, layer, parallel):
-    """Fetch the layer's replicas, and return the output of `moe_layer`."""
-    slots, x = fetch_replicas(experts, layer, x, parallel)
-    return moe_layer(x, ids, gates, slots, layer, parallel).output
-
-
 @functools.partial(jax.jit, static_argnums=5)
 def _forward(x, ids, gates, experts, layer, parallel):
     return layer_output(x, gates, experts, ids=ids, layer=layer, parallel=parallel)
@@ -104,9 +99,7 @@ def _forward(x, ids, gates, experts, layer, parallel):
 
 @functools.partial(jax.jit, static_argnums=5)
 def _gradients(x, ids, gates, experts, layer, parallel):
-    call = functools.partial(layer_output, ids=ids, layer=layer, parallel=parallel)
-    out, pull = jax.vjp(call, x, gates, experts)
-    return out, *pull(out)
+    return layer_gradients(x, gates, experts, ids=ids, layer=layer, parallel=parallel)
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -4,9 +4,7 @@ The quotas of a plan for 2 x 4 ranks are scaled to about 1,024 rows per group, w
 The recorded demo has so few rows that the latency of kernels would hide the imbalance.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.plan import read_quotas
 from experiments.gpu_day.speed import REHEARSAL_SHAPE, REPEATS
 from experiments.gpu_day.timing import median_seconds
-from pallas_kernels import grouped_mlp
+from experiments.rank_times import imbalance_over_stages, quotas_of_ranks, rank_seconds, slowest_seconds
 from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.tile_sizes import MODELS, ModelShape
 
@@ -29,10 +27,7 @@ def scaled_quotas(folder: str, rows_per_group: int) -> dict[str, np.ndarray]:
 
     A stage is one layer of one micro-batch. The total work of all ranks is the same under every plan.
     """
-    quotas = {
-        name: quota.reshape(-1, quota.shape[2] * quota.shape[3], quota.shape[4])
-        for name, quota in read_quotas(folder).items()
-    }
+    quotas = {name: quotas_of_ranks(quota) for name, quota in read_quotas(folder).items()}
     static = quotas["static"]
     factor = rows_per_group * static.shape[0] * static.shape[1] * static.shape[2] / static.sum()
     return {name: (quota * factor).astype(np.int32) for name, quota in quotas.items()}
@@ -58,30 +53,14 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
     quotas = scaled_quotas(folder, rows_per_group)
     rows = -(-max(int(quota.sum(-1).max()) for quota in quotas.values()) // 8) * 8
     x, weights = random_array(rows, shape.width), _weights(shape, quotas["static"].shape[-1])
-
-    @jax.jit
-    def step(x, buffers, sizes):
-        def call(x, buffers):
-            return grouped_mlp(x, buffers, sizes, implementation=name)
-
-        out, pull = jax.vjp(call, x, buffers)
-        return pull(out)
-
-    for planner, quota in quotas.items():
-        runs: dict[Any, Callable[[], Any]] = {
-            place: functools.partial(step, x, weights, jnp.asarray(quota[place]))
-            for place in np.ndindex(quota.shape[:2])
-        }
-        seconds = np.zeros(quota.shape[:2])
-        for place, measurement in median_seconds(runs, repeats, reading=reading).items():
-            seconds[place] = measurement.median
-        load = quota.sum(-1)
+    seconds = rank_seconds(quotas, x, weights, repeats=repeats, implementation=name, shortest=reading)
+    for planner, values in seconds.items():
         print_facts(
             planner=planner,
-            slowest_ms=seconds.max(1).sum() * 1e3,
-            mean_ms=seconds.mean(1).sum() * 1e3,
-            imbalance_of_rows=float(load.max(1).sum() / load.mean(1).sum()),
-            imbalance_of_time=float(seconds.max(1).sum() / seconds.mean(1).sum()),
+            slowest_ms=slowest_seconds(values) * 1e3,
+            mean_ms=values.mean(1).sum() * 1e3,
+            imbalance_of_rows=imbalance_over_stages(quotas[planner].sum(-1)),
+            imbalance_of_time=imbalance_over_stages(values),
         )
 
 

@@ -4,10 +4,7 @@ A program applies an operation to several sets of operands in sequence, so that 
 Readings are long enough that the time to launch a program does not matter.
 """
 
-import functools
-import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -91,27 +88,15 @@ def median_seconds(
     Args:
         runs: the functions to time, by name.
         repeats: the number of readings of each function.
-        reading: the minimum duration of a reading in seconds. A reading calls its function as often as this needs.
+        reading: the minimum duration of a reading in seconds.
 
     Returns:
         The seconds of one call of each function, by name.
     """
 
-    def run_often(run: Callable[[], Any], count: int) -> Any:
-        for _ in range(count - 1):
-            run()
-        return run()
-
-    counts = {}
-    for name, run in runs.items():
-        jax.block_until_ready(run())
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        counts[name] = math.ceil(reading / (time.perf_counter() - start))
-    repeated_runs = {name: functools.partial(run_often, run, counts[name]) for name, run in runs.items()}
+    readings = interleaved_seconds(runs, repeats=repeats, shortest=reading)
     return {
-        name: Reading(*(np.quantile(seconds, (0.5, 0.25, 0.75)) / counts[name]).tolist())
-        for name, seconds in interleaved_seconds(repeated_runs, repeats=repeats).items()
+        name: Reading(*np.quantile(seconds, (0.5, 0.25, 0.75)).tolist()) for name, seconds in readings.items()
     }
 
 
