@@ -22,7 +22,7 @@ from relibra_jax.planning.replication import replicate_experts
 
 @pytest.fixture(scope="module")
 def batch(shared):
-    """The counts of 256 recorded samples in random order."""
+    """Return the counts of 256 recorded samples in random order."""
     replay, num_experts = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     chosen = np.random.default_rng(0).permutation(352)[:256]
     replay = RoutingReplay(replay.expert_ids[chosen], replay.mask[chosen])

@@ -16,7 +16,7 @@ from relibra_jax.traces.read import read_trace
 
 @pytest.fixture(scope="module", params=["three strategies", pytest.param("all", marks=pytest.mark.long)])
 def advised(request, tmp_path_factory):
-    """The JSON report and the files of a small run."""
+    """Return the JSON report and the files of a small run."""
     out = tmp_path_factory.mktemp("advise")
     options = ["--replica-slots", "1", "--resident-slots", "--micro-batches", "2", "--memory", "30"]
 
@@ -30,7 +30,7 @@ def advised(request, tmp_path_factory):
     return json.loads((out / "advise.json").read_text()), sorted(path.name for path in out.iterdir())
 
 
-def test_advice_names_the_fastest_that_fits(advised):
+def test_advise_names_the_fastest_that_fits(advised):
     report, files = advised
     assert files == ["advise.json", "advise.png"]
     fitting = [each for each in report["strategies"] if each["memory"] <= report["memory_limit"] == 30e9]
@@ -40,7 +40,7 @@ def test_advice_names_the_fastest_that_fits(advised):
     assert best["name"] != "nothing"
 
 
-def test_points_rise_and_the_last_is_the_setting(advised):
+def test_advise_points_rise_and_the_last_is_the_setting(advised):
     report, _ = advised
     for name in ("tokens", "skew"):
         values = [point["at"] for point in report[name]]
@@ -52,7 +52,7 @@ def test_points_rise_and_the_last_is_the_setting(advised):
     assert report["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
 
 
-def test_routing_some_tokens_evenly():
+def test_route_some_evenly_draws_a_token_in_all_layers_or_in_none():
     trace = read_trace(None)
     before, mask = np.asarray(trace.replay.expert_ids), np.asarray(trace.replay.mask)
     check_replay(route_some_evenly(trace, 0.5).replay, num_experts=trace.num_experts)
@@ -73,7 +73,7 @@ def test_routing_some_tokens_evenly():
         ((0.02, 0.02, 0.0), None),
     ],
 )
-def test_every_point_from_the_threshold_on_pays(gains, start):
+def test_threshold_is_where_every_point_from_there_on_pays(gains, start):
     points = [Point(at, gain, "") for at, gain in zip((10.0, 100.0, 1000.0), gains, strict=True)]
     assert threshold(points) == (start if start is None else pytest.approx(start))
 
@@ -81,7 +81,7 @@ def test_every_point_from_the_threshold_on_pays(gains, start):
 @pytest.mark.parametrize(
     ("seconds", "best"), [((3.0, 4.0), (0.0, "nothing")), ((3.0, 2.0), (0.5, "reorder"))]
 )
-def test_nothing_is_among_the_strategies(seconds, best):
+def test_fastest_point_counts_nothing_among_the_strategies(seconds, best):
     """A strategy that is slower than to do nothing is never the best one, and no gain is negative."""
     tried = strategies(replica_slots=(), resident_slots=())
     advice = [Advice(each, 1.0, time, 0.0, 1e9) for each, time in zip(tried, seconds, strict=True)]
@@ -109,7 +109,9 @@ def test_best_slots_take_least_time():
         ("--replica-slots", "40"): "replica_slots=40 must be at most num_experts=16",
     }.items(),
 )
-def test_bad_input(options, says, tmp_path, capsys, monkeypatch):
+def test_advise_refuses_bad_input_in_one_line_and_writes_nothing(
+    options, says, tmp_path, capsys, monkeypatch
+):
     if options == ("--memory", "1"):  # this error comes only after strategies are priced
         monkeypatch.setattr(advise, "strategies", lambda *_, **__: [])
         monkeypatch.setattr(

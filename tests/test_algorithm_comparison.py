@@ -51,7 +51,7 @@ def test_summarise_totals_and_averages_the_learning_steps():
     assert summary_of_run["imbalance_worst_step"] == 1.2
 
 
-def test_algorithm_configs_differ_only_in_the_algorithm():
+def test_algorithm_config_differs_only_in_the_algorithm():
     configs = [algorithm_config(algorithm, Algorithms(steps=3)) for algorithm in COMPARED]
     same = {"algorithm": "grpo", "window": None, "critic": configs[0].critic, "out": configs[0].out}
     assert [config.algorithm for config in configs] == list(COMPARED)

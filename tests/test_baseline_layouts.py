@@ -160,7 +160,7 @@ def heap_counts(load, topology):
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "experts", "slots"), [(2, 4, 32, 2), (2, 4, 8, 3), (1, 8, 64, 1)])
-def test_laer_copies_as_a_heap_does(nodes, ranks, experts, slots):
+def test_copy_counts_are_those_of_a_heap(nodes, ranks, experts, slots):
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks, num_experts=experts, replica_slots=slots)
     loads = np.random.default_rng(0).zipf(1.4, (50, experts)).clip(0, 60_000)
     result = jax.jit(jax.vmap(lambda load: copy_counts(load, topology)))(jnp.asarray(loads, jnp.int32))

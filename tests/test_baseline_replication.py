@@ -140,7 +140,7 @@ def llep_in_python(load, slots, *, capacity, min_tokens, fallback):
     ],
 )
 @pytest.mark.parametrize("slots", [1, 2])
-def test_rule_is_that_of_the_source(planner, port, options, slots):
+def test_ultraep_and_llep_plan_by_the_rule_of_the_source(planner, port, options, slots):
     """The rule and the port put the same tokens of each expert on each rank, in 30 domains of 6 ranks."""
     topology = one_node(6, 18, slots)
     loads = np.random.default_rng(slots).lognormal(4, 1, (30, 18)).astype(np.int64)
@@ -234,7 +234,7 @@ def test_moonep_with_fewer_slots_is_near_the_bound(slots):
 
 
 @pytest.mark.parametrize("make", [ultraep, functools.partial(llep, fallback=1.0), moonep])
-def test_replicas_cross_nodes_where_asked(make):
+def test_ultraep_llep_and_moonep_cross_nodes_where_asked(make):
     """A node with hot experts keeps its load unless all ranks are one domain."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
     load = jnp.full((1, 1, 2, 2, 8), 500).at[..., 0].set(9000)
@@ -246,7 +246,7 @@ def test_replicas_cross_nodes_where_asked(make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ultraep, functools.partial(llep, fallback=1.0), moonep])
-def test_works_without_jit(make):
+def test_ultraep_llep_and_moonep_plan_alike_without_jit(make):
     topology = one_node(3, 6, 1)
     load = jnp.asarray(np.random.default_rng(0).zipf(1.5, (1, 1, 1, 3, 6)).clip(0, 4000), jnp.int32)
     with jax.disable_jit():
@@ -265,6 +265,6 @@ def test_works_without_jit(make):
         (lambda: llep(fallback=-1.0), "fallback=-1.0"),
     ],
 )
-def test_invalid_options_are_rejected(make, message):
+def test_ultraep_and_llep_reject_invalid_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()

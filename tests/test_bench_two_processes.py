@@ -27,7 +27,7 @@ def samples():
 
 
 @pytest.mark.long
-def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
+def test_run_path_has_the_same_gradient_with_residents_as_without(monkeypatch):
     settings = runs.Settings(
         micro_batches=(2,), layers=2, resident_slots=2, repeats=1, timed_paths=("flat",), **SIZES
     )
@@ -53,7 +53,7 @@ def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
     assert report_data["command"] == "python -m experiments.bench_two_processes trace.npz --repeats 1"
 
 
-def test_a_different_gradient_is_rejected():
+def test_check_norms_rejects_a_different_gradient():
     with pytest.raises(ValueError, match=r"EPLB: the gradient norm is 1\.1, but that of static is 1\.0"):
         runs._check_norms({"static": 1.0, "ReLibra": 1.0 + 1e-6, "EPLB": 1.1})
 
@@ -68,7 +68,7 @@ def test_needed_bytes_equal_a_count_token_by_token(samples, hierarchical):
     assert needed == (rows * 4 * 16 * 4, 0, 0)
 
 
-def test_even_routing_gives_all_experts_the_same_number_of_tokens(samples):
+def test_route_evenly_gives_all_experts_the_same_number_of_tokens(samples):
     even = route_evenly(samples, 8)
     assert ((even.expert_ids != EMPTY).all((2, 3)) == samples.mask).all()
     for layer in range(2):
@@ -79,7 +79,7 @@ def test_even_routing_gives_all_experts_the_same_number_of_tokens(samples):
         assert 0.3 < (ids[:, 0] // 4 == ids[:, 1] // 4).mean() < 0.6
 
 
-def test_bytes_of_a_program_are_those_of_its_collectives():
+def test_program_bytes_are_those_of_its_collectives():
     mesh = expert_mesh(NODES, devices=jax.devices()[:2])
     shard_map = {"mesh": mesh, "in_specs": jax.P("node"), "out_specs": jax.P("node")}
 
@@ -97,7 +97,7 @@ def test_bytes_of_a_program_are_those_of_its_collectives():
     assert crossing_bytes.program_bytes(compiled) == 2 * (3 * 100 + 200) * 4
 
 
-def test_bytes_of_the_loopback_interface():
+def test_loopback_bytes_include_what_a_socket_sends():
     before = crossing_bytes.loopback_bytes()
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname(),))

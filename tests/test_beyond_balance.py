@@ -43,7 +43,7 @@ def trace(tmp_path_factory):
     return str(path)
 
 
-def test_halves_and_the_previous_batch_share_no_sample():
+def test_draw_samples_shares_no_sample_between_halves_and_previous_batch():
     trace = synthetic_trace(samples=24, mean_tokens=24, layers=1, num_experts=8, top_k=2)
     ids = np.broadcast_to(np.arange(24).reshape(-1, 1, 1, 1), trace.replay.expert_ids.shape)
     trace = trace._replace(replay=trace.replay._replace(expert_ids=ids))
@@ -55,7 +55,7 @@ def test_halves_and_the_previous_batch_share_no_sample():
     assert [draw.micro_batches for draw in (whole, *halves)] == [4, 2, 2]
 
 
-def test_residents_that_save_nothing_never_pay():
+def test_micro_batches_to_pay_is_none_for_residents_that_save_nothing():
     assert (
         micro_batches_to_pay({"micro_batch_seconds": 2.0, "push_seconds": 1.0}, {"micro_batch_seconds": 2.0})
         is None
@@ -74,14 +74,14 @@ def test_residents_that_save_nothing_never_pay():
         (("--ranks", "2by4"), "ranks='2by4' must be nodes x local ranks, for example 2x4"),
     ],
 )
-def test_bad_input_is_one_line(trace, options, message, capsys):
+def test_beyond_balance_refuses_bad_input_in_one_line(trace, options, message, capsys):
     assert program([trace, *(() if "--samples" in options else ("--samples", "16")), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
 @pytest.mark.slow
-def test_the_command_prints_and_records_every_row(trace, tmp_path):
+def test_beyond_balance_prints_and_records_every_row(trace, tmp_path):
     record = tmp_path / "beyond.json"
     command = [sys.executable, "-m", "experiments.beyond_balance", trace, *TINY, "--record", str(record)]
     environment = {**os.environ, "COLUMNS": "200"}

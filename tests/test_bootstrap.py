@@ -14,7 +14,7 @@ TOPOLOGY = Ranks(nodes=2, ranks_per_node=2).topology(32)
 
 @pytest.fixture(scope="module")
 def trace():
-    """A trace of 20 samples of 1 to 20 tokens (14 maths, 5 code, 1 proof); tokens of sample i have expert i."""
+    """Return a trace of 20 samples of 1 to 20 tokens (14 maths, 5 code, 1 proof); tokens of sample i have expert i."""
     mask = np.arange(20) <= np.arange(20)[:, None]
     ids = np.broadcast_to(np.arange(20, dtype=np.uint8)[:, None, None, None], (20, 20, 2, 1))
     category = np.array(["maths"] * 14 + ["code"] * 5 + ["proof"])
@@ -32,7 +32,7 @@ def sources(replay):
 @pytest.mark.parametrize(
     ("samples", "code", "maths", "proof"), [(20, 5, 14, 1), (100, 25, 70, 5), (7, 2, 5, 0), (1, 0, 1, 0)]
 )
-def test_domains_keep_their_shares(trace, samples, code, maths, proof):
+def test_bootstrap_keeps_the_shares_of_domains(trace, samples, code, maths, proof):
     """The numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
     drawn = bootstrap(trace, samples, seed=3)
     assert np.bincount(drawn.domain, minlength=3).tolist() == [code, maths, proof]
@@ -40,7 +40,7 @@ def test_domains_keep_their_shares(trace, samples, code, maths, proof):
     assert f"{samples} samples drawn with replacement from 20" in drawn.note
 
 
-def test_samples_return_and_others_are_left_out(trace):
+def test_bootstrap_repeats_some_samples_and_leaves_others_out(trace):
     drawn = sources(bootstrap(trace, 20, seed=0).replay)
     assert 5 < len(set(drawn)) < 20
     np.testing.assert_array_equal(drawn, sources(bootstrap(trace, 20, seed=0).replay))
@@ -48,7 +48,7 @@ def test_samples_return_and_others_are_left_out(trace):
 
 
 @pytest.mark.parametrize("order", ["given", "shuffled"])
-def test_batches_larger_than_the_trace(trace, order):
+def test_make_batches_draws_batches_larger_than_the_trace(trace, order):
     batching = Batching(batch_size=100, bootstrap=3, micro_batches=4, order=order)
     batches = make_batches(trace, batching, TOPOLOGY)
     assert (len(batches.replays), batches.history, batches.samples_left) == (3, 1, 0)
@@ -60,7 +60,7 @@ def test_batches_larger_than_the_trace(trace, order):
     np.testing.assert_array_equal(drawn, [sources(replay) for replay in again.replays])
 
 
-def test_what_cannot_be_drawn(trace, monkeypatch):
+def test_make_batches_and_bootstrap_reject_what_cannot_be_drawn(trace, monkeypatch):
     for options, message in (
         ({"bootstrap": 2}, "bootstrap=2 needs batch_size"),
         ({"bootstrap": 0, "batch_size": 4}, "bootstrap=0 must be an integer of at least 1"),

@@ -20,7 +20,7 @@ def recorded(shared):
 
 
 def close(drawn, target):
-    """Tolerances: imbalance 5%; its excess over 1, and the skew of experts, 10%; churn and correlation 15%."""
+    """The imbalance may differ by 5%, its excess over 1 and the skew by 10%, churn and correlation by 15%."""
     np.testing.assert_allclose(drawn.imbalance, target.imbalance, rtol=0.05)
     np.testing.assert_allclose(drawn.imbalance - 1, target.imbalance - 1, rtol=0.1)
     np.testing.assert_allclose(drawn.spread, target.spread, rtol=0.1)
@@ -32,8 +32,8 @@ def close(drawn, target):
     np.testing.assert_allclose(drawn.imbalance[-1] - drawn.imbalance[0], growth, rtol=0.15)
 
 
-def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
-    """A drawn trace with the samples and layers of the recording, and a different seed than that of the fit."""
+def test_draw_trace_is_as_uneven_as_the_recording_of_gpt_oss(recorded):
+    """The drawn trace has the samples and layers of the recording, and a different seed than that of the fit."""
     samples, _, layers, _ = recorded.replay.expert_ids.shape
     drawn = draw_trace(GPT_OSS_20B, samples=samples, layers=layers, seed=1)
     close(measure_likeness(drawn), measure_likeness(recorded))
@@ -43,7 +43,7 @@ def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
 
 
 @pytest.mark.long
-def test_the_fit_can_be_repeated(recorded):
+def test_calibrate_repeats_the_stored_fit(recorded):
     fitted = calibrate(recorded)
     assert fitted.lengths == GPT_OSS_20B.lengths
     for field in ("popularity", "topic", "factors", "domain_share", "domains"):
@@ -51,7 +51,7 @@ def test_the_fit_can_be_repeated(recorded):
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_wider_models_keep_the_spread_of_an_expert(name):
+def test_draw_trace_keeps_the_spread_of_an_expert_in_wider_models(name):
     """Larger models keep the recorded spread (0.72) and lift of pairs (1.87)."""
     wide = SYNTHETIC[name]
     trace = draw_trace(
@@ -64,7 +64,7 @@ def test_wider_models_keep_the_spread_of_an_expert(name):
     np.testing.assert_allclose(pair_lift(trace.replay, wide.num_experts).mean.mean(), 1.87, rtol=0.15)
 
 
-def test_a_calibration_is_found_again():
+def test_calibrate_finds_a_calibration_again():
     """A calibration fitted to a drawn trace draws similar traces."""
     truth = dataclasses.replace(
         GPT_OSS_20B, popularity=1.0, topic=2.0, factors=4.0, domains=16, lengths=(40, 60, 80)
@@ -90,7 +90,7 @@ def test_a_calibration_is_found_again():
     ],
     ids=["imbalance", "growth", "churn", "lift"],
 )
-def test_each_part_answers_for_its_measure(part, measure):
+def test_draw_trace_lets_each_part_answer_for_its_measure(part, measure):
     small = {"samples": 64, "num_experts": 32, "layers": 4, "seed": 0}
     base = dataclasses.replace(GPT_OSS_20B, popularity=1.0, topic=1.0, factors=1.0, lengths=(64, 64))
     more = dataclasses.replace(base, **{part: 4.0})
@@ -99,14 +99,14 @@ def test_each_part_answers_for_its_measure(part, measure):
     )
 
 
-def test_a_name_stands_for_a_size():
-    """A drawn trace of 1,024 samples, as many as a training batch has."""
+def test_read_trace_draws_the_size_that_a_name_stands_for():
+    """The drawn trace has 1,024 samples, as many as a training batch."""
     trace = read_trace("synthetic-32")
     assert trace.replay.expert_ids.shape == (1024, 511, 8, 4)
     assert list(SYNTHETIC) == ["synthetic-32", "synthetic-128", "synthetic-256"]
 
 
-def test_traces_say_that_they_are_synthetic():
+def test_draw_trace_says_that_the_trace_is_synthetic():
     trace = draw_trace(GPT_OSS_20B, samples=40, layers=1, seed=3)
     assert trace.synthetic
     assert trace.note == f"synthetic, seed 3, calibrated on {GPT_OSS_20B.source}"
@@ -117,7 +117,7 @@ def test_traces_say_that_they_are_synthetic():
     assert trace.replay.mask.sum() != other.replay.mask.sum()
 
 
-def test_what_cannot_be_drawn_or_measured(monkeypatch):
+def test_draw_trace_and_measure_likeness_reject_what_they_cannot_do(monkeypatch):
     for options, message in (
         ({"samples": 0}, "samples=0 must be an integer of at least 1"),
         ({"num_experts": 3}, "num_experts=3 must be an integer of at least 4"),

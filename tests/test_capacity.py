@@ -42,7 +42,7 @@ SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
 
 @functools.cache
 def a_batch(planner, seed):
-    """Three micro-batches with skewed routing, their plan, and the tokens that cross between nodes."""
+    """Return three micro-batches with skewed routing, their plan, and the tokens that cross between nodes."""
     rng = np.random.default_rng(seed)
     replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=8, top_k=TOP_K)
     assignment = Assignment(np.arange(SAMPLES).reshape(3, 2, 2, 1))
@@ -58,12 +58,12 @@ def batch(request):
 
 
 def sent_by(batch_plan):
-    """Token copies from rank to rank, ``[M, L, P, P]``."""
+    """Return the token copies from rank to rank, ``[M, L, P, P]``."""
     split = jax.jit(jax.vmap(jax.vmap(functools.partial(source_quota, topology=TOPOLOGY))))
     return np.asarray(split(batch_plan.layer_plans())).sum(-1).reshape(3, LAYERS, 4, 4)
 
 
-def test_sizes_are_what_the_plan_sends_rounded_up(batch):
+def test_count_capacities_is_what_the_plan_sends_rounded_up(batch):
     batch_plan, visits = batch
     sent = sent_by(batch_plan)
     sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
@@ -86,7 +86,7 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
 
 
-def test_exports_are_the_most_replicas_of_one_rank(batch):
+def test_count_capacities_exports_the_most_replicas_of_one_rank(batch):
     """A replica is fetched from its expert's home, or from a resident in its own node if the home is in another."""
     batch_plan, _ = batch
     plan, most, distinct = jax.tree.map(np.asarray, batch_plan.plan), 0, 0
@@ -109,7 +109,7 @@ def test_exports_are_the_most_replicas_of_one_rank(batch):
     assert (sizes.export_copies, sizes.exports) == (most, distinct)
 
 
-def test_grown_sizes_hold_both_batches(batch):
+def test_grow_capacities_holds_both_batches(batch):
     small, large = (count_capacities(a_batch("relibra", seed)[0].layer_plans(), TOPOLOGY) for seed in (0, 1))
     assert small != large
     grown = grow_capacities(small, large)
@@ -120,7 +120,7 @@ def test_grown_sizes_hold_both_batches(batch):
 
 
 @pytest.mark.slow
-def test_received_rows_on_recorded_routing(shared):
+def test_count_capacities_is_near_the_balanced_rows_on_recorded_routing(shared):
     """The ragged exchange receives at most 1.1 times the balanced rows of the largest micro-batch."""
     recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -137,14 +137,14 @@ def test_received_rows_on_recorded_routing(shared):
     assert sizes["static"].flat.receive > 1.5 * balanced
 
 
-def test_safe_sizes_hold_any_plan(batch):
+def test_worst_case_capacities_hold_any_plan(batch):
     batch_plan, visits = batch
     need = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     check_capacities(worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), dataclasses.replace(need, push=None))
 
 
 @pytest.mark.parametrize("buffer", ["rows", "flat.pair", "node.send", "local.pair"])
-def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
+def test_check_capacities_refuses_an_undersized_buffer_with_both_sizes(batch, buffer):
     batch_plan, visits = batch
     need = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     first, _, last = buffer.rpartition(".")
@@ -157,7 +157,7 @@ def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
         check_capacities(have, need)
 
 
-def test_the_node_hop_has_to_be_counted(batch):
+def test_check_capacities_needs_the_node_hop_to_be_counted(batch):
     batch_plan, visits = batch
     flat, both = (
         count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=each) for each in (None, visits)
@@ -167,7 +167,7 @@ def test_the_node_hop_has_to_be_counted(batch):
         check_capacities(flat, both)
 
 
-def test_data_parallel_copies_are_further_micro_batches():
+def test_count_capacities_counts_data_parallel_copies_as_micro_batches():
     """The sizes of micro-batches that share a step are the maximum over them."""
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
@@ -178,7 +178,7 @@ def test_data_parallel_copies_are_further_micro_batches():
 
 
 @given(st.integers(0, 2**31 - 1))
-def test_rounded_capacities_are_close_and_few(count):
+def test_round_capacity_gives_sizes_that_are_close_and_few(count):
     size = round_capacity(count)
     assert count <= size <= max(count * 33 / 32, count + 8)
     assert round_capacity(size) == size
@@ -187,7 +187,7 @@ def test_rounded_capacities_are_close_and_few(count):
 
 @pytest.mark.parametrize("spare_room", [False, True])
 @given(size=st.integers(0, 2**23))
-def test_priced_sizes_are_those_of_the_step(size, spare_room):
+def test_padded_rows_are_those_of_the_step(size, spare_room):
     """Floats under jit give the integers that the host computes."""
     rows = round_capacity(size)
     expected = with_spare_room(rows) if spare_room else rows
@@ -198,7 +198,7 @@ refit_to = jax.jit(functools.partial(refit_quota, topology=TOPOLOGY))
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_refitted_quotas_sum_to_the_new_load(seed):
+def test_refit_quota_sums_to_the_new_load(seed):
     """Refitted plans keep their slots, compute every copy of the new load once, and keep the shares within one copy."""
     rng = np.random.default_rng(seed)
     batch_plan, _ = a_batch(("relibra", "eplb", "any")[seed % 3], 1)

@@ -31,13 +31,13 @@ KEPT = Path(__file__).parents[1] / "experiments" / "results"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The folder with the report of the quick form."""
+    """Return the folder with the report of the quick form."""
     out = tmp_path_factory.mktemp("claims")
     assert program(["--quick", "--measured", str(KEPT), "--out", str(out)]) == 0
     return out
 
 
-def test_quick_form_writes_report_figure_and_numbers(quick):
+def test_claims_writes_report_figure_and_numbers_in_the_quick_form(quick):
     report, numbers = (quick / "claims.md").read_text(), json.loads((quick / "claims.json").read_text())
     (cell,) = numbers["cells"]
     assert list(cell["rows"]) == list(HEADLINE)
@@ -62,7 +62,7 @@ def test_quick_form_writes_report_figure_and_numbers(quick):
     assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
 
 
-def test_the_report_begins_with_where_it_is_behind(quick):
+def test_claims_report_begins_with_where_it_is_behind(quick):
     headings = [line for line in (quick / "claims.md").read_text().splitlines() if line.startswith("## ")]
     assert headings[:2] == ["## Where relibra_jax is behind", "## Recorded routing"]
 
@@ -112,13 +112,13 @@ def results_of(*cells, **others):
 ROWS = {"static": numbers(12.0), "eplb": numbers(10.5), "lplb": numbers(9.5), "relibra": numbers(10.0)}
 
 
-def test_a_planner_that_is_ahead_is_named():
+def test_behind_names_a_planner_that_is_ahead():
     lines = behind(results_of(cell_of(ROWS)))
     assert "lplb is 5.3% faster than relibra in modelled time on recorded routing (gpt-oss-20b, 2x8)" in lines
     assert not [line for line in lines if line.startswith(("eplb is", "static is"))]
 
 
-def test_a_rival_is_at_its_best():
+def test_best_rows_have_each_rival_at_its_best():
     rows = ROWS | {"eplb_repacked": numbers(9.0), "lplb_repacked": numbers(8.0, rank_memory=9e10, fits=False)}
     cell = cell_of(rows)
     assert best_rows(rows) == {"static": "static", "eplb": "eplb_repacked", "lplb": "lplb"}
@@ -134,7 +134,7 @@ def test_a_rival_is_at_its_best():
     assert named == ["eplb_repacked", "lplb"]
 
 
-def test_the_last_row_of_a_table_is_the_best_rival():
+def test_write_report_ends_a_table_with_the_best_rival():
     more = {name: numbers(11.0) for name in (*HEADLINE, "llep") if name not in ROWS}
     report = write_report(results_of(cell_of(ROWS | more)))
     table = report.split("### Every row: trace, 32 experts")[1].split("\n\n")[1].splitlines()
@@ -142,12 +142,12 @@ def test_the_last_row_of_a_table_is_the_best_rival():
     assert " | 84.2% | 73.7% | 94.7% | 89.5% | " in table[-1]
 
 
-def test_an_assignment_that_is_slower_is_named():
+def test_behind_names_an_assignment_that_is_slower():
     lines = behind(results_of(cell_of(ROWS | {"relibra + assign": numbers(12.5)})))
     assert any(line.startswith("relibra + assign is 20% slower than relibra") for line in lines)
 
 
-def test_a_claim_that_is_not_reached_is_named():
+def test_behind_names_a_claim_that_is_not_reached():
     lines = "\n".join(behind(results_of(cell_of(ROWS))))
     assert (
         "speed over Megatron-LM (static); published: 1.21x to 1.58x; relibra_jax on recorded routing: 1.20x"
@@ -160,7 +160,7 @@ def test_a_claim_that_is_not_reached_is_named():
     assert "memory of replicas" not in lines
 
 
-def test_a_row_that_does_not_fit_shows_its_gigabytes():
+def test_write_report_shows_the_gigabytes_of_a_row_that_does_not_fit():
     """Such a row is neither behind nor ahead."""
     large = cell_of(ROWS | {"relibra": numbers(30.0, rank_memory=2.12e11, fits=False)})
     report = write_report(results_of(large))
@@ -168,7 +168,7 @@ def test_a_row_that_does_not_fit_shows_its_gigabytes():
     assert not [line for line in behind(results_of(large)) if "memory of replicas" not in line]
 
 
-def test_synthetic_routing_is_below_and_labelled():
+def test_write_report_puts_synthetic_routing_below_and_labels_it():
     report = write_report(results_of(cell_of(ROWS, synthetic=True, model="qwen3-30b-a3b"), cell_of(ROWS)))
     recorded, synthetic = report.split("## Synthetic routing")
     assert "relibra_jax, modelled: gpt-oss-20b" in recorded
@@ -176,7 +176,7 @@ def test_synthetic_routing_is_below_and_labelled():
     assert "relibra_jax, modelled: qwen3-30b-a3b" in synthetic
 
 
-def test_measured_figures_have_a_column_of_their_own():
+def test_write_report_gives_measured_figures_a_column_of_their_own():
     ran = Measurement(
         f"{WHOLE_UPDATES}, flat", {"static": 3.0, "relibra": 2.0, "balanced": 1.9}, "two_processes.json"
     )
@@ -185,13 +185,13 @@ def test_measured_figures_have_a_column_of_their_own():
     assert "| share of the balanced run's speed | 90% to 94% | 80.0% | 0.95x |" in report
 
 
-def test_a_cell_that_cannot_run_says_why():
+def test_run_cell_says_why_a_cell_cannot_run():
     cell = Cell(ranks=Ranks(nodes=3), batching=Batching(), costs=Costs())
     skipped = run_cell(read_trace(None), cell, ("static",))
     assert "num_experts=16 must divide evenly over 12 ranks" in write_report(results_of(skipped))
 
 
-def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
+def test_run_cell_gives_planners_the_slots_of_the_cell_and_of_the_row(monkeypatch):
     """The larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
     slots_by_row = {}
 
@@ -207,7 +207,7 @@ def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
         assert slots_by_row == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
 
 
-def test_sweeps_vary_one_number():
+def test_full_studies_vary_one_number_in_a_sweep():
     studies = full_studies("gpt-oss-20b")
     for section in SWEEPS:
         cells = [study.cell for study in studies if study.section == section]
@@ -216,14 +216,14 @@ def test_sweeps_vary_one_number():
     assert residents == [0, 1, 2, 3]
 
 
-def test_every_rank_has_a_sample_where_ranks_are_many():
+def test_full_studies_have_a_sample_for_every_rank_where_ranks_are_many():
     for study in full_studies("gpt-oss-20b"):
         if study.section == "ranks":
             ranks, batching = study.cell.ranks, study.cell.batching
             assert batching.batch_size >= batching.micro_batches * ranks.nodes * ranks.ranks_per_node
 
 
-def test_every_row_of_every_study_and_claim_has_a_planner():
+def test_entries_have_a_planner_for_every_row_of_studies_and_claims():
     row_names = entries().keys()
     for study in full_studies("gpt-oss-20b") + quick_studies("gpt-oss-20b"):
         assert set(study.rows) <= row_names
@@ -231,7 +231,7 @@ def test_every_row_of_every_study_and_claim_has_a_planner():
         assert {name for claim in paper.claims for name in claim.rows} <= row_names
 
 
-def test_the_full_form_has_the_papers_conditions():
+def test_full_studies_have_the_papers_conditions():
     studies = full_studies("gpt-oss-20b")
     headline = [study for study in studies if study.section == "headline"]
     for trace in (None, SYNTHETIC):
@@ -247,12 +247,12 @@ def test_the_full_form_has_the_papers_conditions():
     assert batching.bootstrap - 1 == 4, "four consecutive batches count, after one that does not"
 
 
-def test_claims_are_blank_without_their_rows():
+def test_figure_of_is_none_for_a_claim_without_its_rows():
     (claim,) = [claim for claim in CLAIMS[-1].claims if claim.rows == ("static", WITH_ALL)]
     assert figure_of(claim, cell_of(ROWS)) is None
 
 
-def test_baselines_on_their_own_loads():
+def test_plan_loads_lets_moonep_balance_its_own_load_to_one_token():
     """The drawn loads have the requested imbalance, and the rank loads of MoonEP differ by at most one token."""
     load = skewed_ranks(2.01)
     by_rank = load.reshape(64, 4).sum(1)
@@ -266,13 +266,13 @@ def test_baselines_on_their_own_loads():
     )
 
 
-def test_kept_measurements_are_read():
+def test_read_measured_reads_kept_measurements():
     measurements = read_measured(KEPT)
     assert any(each.gain("static", "relibra") for each in measurements)
     assert all(each.gain("nobody", "relibra") is None for each in measurements)
 
 
-def test_measurements_in_another_format(tmp_path):
+def test_read_measured_rejects_measurements_in_another_format(tmp_path):
     (tmp_path / "two_processes.json").write_text('{"lines": [{"path": "flat"}]}')
     with pytest.raises(
         ValueError, match=r"two_processes.json is not in the format that its benchmark writes: KeyError\('"
@@ -280,7 +280,7 @@ def test_measurements_in_another_format(tmp_path):
         read_measured(tmp_path)
 
 
-def test_an_unknown_model(tmp_path, capsys):
+def test_claims_refuses_an_unknown_model_in_one_line(tmp_path, capsys):
     assert program(["--model", "qwen3-30b-a3", "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean qwen3-30b-a3b" in line

@@ -87,7 +87,7 @@ def test_compare_runs_every_planner(trace, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_ablation_runs_every_variant(trace, tmp_path, capsys):
+def test_compare_runs_every_variant_of_an_ablation(trace, tmp_path, capsys):
     options = ["--ablation", "--dispatch", "hierarchical", "--out", str(tmp_path)]
     assert main(["compare", str(trace), *SMALL, *options]) == 0
     check_written(tmp_path, ablation(), capsys.readouterr().out)
@@ -101,14 +101,14 @@ def test_plan_can_be_read_back(trace, tmp_path):
     assert plan.quota.shape == (4, 2, 2, 2, topology.slots)
 
 
-def test_inspect_counts(trace, capsys):
+def test_inspect_shows_the_counts_of_experts_and_samples(trace, capsys):
     assert main(["inspect", str(trace)]) == 0
     shown = capsys.readouterr().out
     assert "16, top-2" in shown
     assert "32" in shown
 
 
-def test_the_default_trace_is_the_recorded_one(monkeypatch, capsys):
+def test_inspect_reads_the_recorded_trace_by_default(monkeypatch, capsys):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     assert main(["inspect"]) == 0
     shown = capsys.readouterr().out
@@ -116,26 +116,26 @@ def test_the_default_trace_is_the_recorded_one(monkeypatch, capsys):
     assert "16, top-2" in shown
 
 
-def test_a_trace_by_name(capsys):
+def test_inspect_reads_a_trace_by_name(capsys):
     assert main(["inspect", "recorded"]) == 0
     assert "recorded_trace.npz" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["compare", "plan", "inspect"])
-def test_help_names_the_trace(command, capsys):
+def test_main_help_names_the_trace(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert "TRACE The trace: a name" in " ".join(capsys.readouterr().out.split())
 
 
-def test_environment_names_a_trace(trace, monkeypatch, capsys):
+def test_inspect_reads_the_trace_that_the_environment_names(trace, monkeypatch, capsys):
     monkeypatch.setenv("RELIBRA_TRACE", str(trace))
     assert main(["inspect"]) == 0
     assert "small.npz" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("package", EXTRA)
-def test_missing_extra_is_one_line_and_status_2(package):
+def test_main_reports_a_missing_extra_in_one_line_with_status_2(package):
     program = f"""
 import sys
 from importlib.abc import MetaPathFinder
@@ -154,13 +154,13 @@ sys.exit(main(["inspect"]))
     assert result.stderr == f'error: relibra needs {package}: pip install "relibra-jax[cli]"\n'
 
 
-def test_the_library_starts_without_its_command_line():
+def test_relibra_jax_starts_without_its_command_line():
     names = (*EXTRA, "relibra_jax.cli")
     program = f"import relibra_jax, sys; sys.exit(bool(set(sys.modules) & set({names})))"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_trace_with_inferred_experts_says_so(trace, tmp_path, capsys):
+def test_inspect_says_that_experts_are_inferred(trace, tmp_path, capsys):
     with np.load(trace) as file:
         np.savez(tmp_path / "bare.npz", routed_experts=file["routed_experts"], lengths=file["lengths"])
     assert main(["inspect", str(tmp_path / "bare.npz")]) == 0

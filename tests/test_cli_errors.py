@@ -43,13 +43,13 @@ def trace(tmp_path_factory):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """A function that makes this machine's memory look as small as a test needs."""
+    """Return a function that makes this machine's memory look as small as a test needs."""
     return lambda size: monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: size)
 
 
 @pytest.fixture
 def refused(capsys, tmp_path):
-    """A function that runs a program on bad input and returns its error message."""
+    """Return a function that runs a program on bad input and returns its error message."""
 
     def run(program, args, *, out=None):
         out = tmp_path / "out" if out is None else out
@@ -131,7 +131,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("fault", OPTIONS)
-def test_bad_options(refused, fault):
+def test_main_and_run_training_refuse_bad_options_in_one_line(refused, fault):
     program, args, message = OPTIONS[fault]
     assert refused(program, args, out="") == message
 
@@ -182,7 +182,7 @@ BENCHMARKS = (
 
 
 @pytest.mark.parametrize("module", BENCHMARKS, ids=lambda module: module.__name__)
-def test_benchmarks_refuse_in_one_line_too(refused, module):
+def test_run_program_refuses_unknown_options_of_benchmarks_in_one_line(refused, module):
     (options,) = (
         kind
         for kind in vars(module).values()
@@ -193,17 +193,17 @@ def test_benchmarks_refuse_in_one_line_too(refused, module):
 
 
 @pytest.mark.parametrize("option", SETTINGS)
-def test_settings_that_do_not_fit(refused, trace, option):
+def test_plan_refuses_settings_that_do_not_fit(refused, trace, option):
     assert refused(main, ["plan", trace, *SMALL, *option.split()]).startswith(SETTINGS[option])
 
 
-def test_settings_at_their_limits(trace, tmp_path):
+def test_plan_accepts_settings_at_their_limits(trace, tmp_path):
     options = ["--seed=4294967295", "--order=shuffled", "--replica-slots=16", "--planner=static"]
     assert main(["plan", str(trace), *SMALL, *options, "--out", str(tmp_path / "plan.npz")]) == 0
 
 
 @pytest.mark.parametrize("option", COSTS)
-def test_costs_that_do_not_fit(refused, trace, option):
+def test_compare_refuses_costs_that_do_not_fit(refused, trace, option):
     assert refused(main, ["compare", trace, *SMALL, option]).startswith(COSTS[option])
 
 
@@ -229,7 +229,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("option", TRAINING)
-def test_settings_of_a_run_that_do_not_fit(refused, option):
+def test_run_training_refuses_settings_that_do_not_fit(refused, option):
     assert refused(run_training, ["demo", option]).startswith(TRAINING[option])
 
 
@@ -245,7 +245,7 @@ def test_settings_of_a_run_that_do_not_fit(refused, option):
         ("ranks", "replica_slots", 2**63, f"replica_slots={2**63} must be at most num_experts=16"),
     ],
 )
-def test_saved_settings_of_other_types(refused, tmp_path, part, name, value, message):
+def test_run_training_refuses_saved_settings_of_other_types(refused, tmp_path, part, name, value, message):
     settings = json.loads(json.dumps(vars(Train()), default=vars))
     (settings if part is None else settings[part])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -297,7 +297,7 @@ TRACES = {
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 @pytest.mark.parametrize("fault", TRACES)
-def test_malformed_traces(refused, tmp_path, command, fault):
+def test_inspect_and_plan_refuse_malformed_traces(refused, tmp_path, command, fault):
     changes, message = TRACES[fault]
     path = tmp_path / "bad.npz"
     np.savez(path, **{name: array for name, array in (TRACE | changes).items() if array is not None})
@@ -306,7 +306,7 @@ def test_malformed_traces(refused, tmp_path, command, fault):
     assert message in error
 
 
-def test_files_that_are_not_traces(refused, trace, tmp_path):
+def test_inspect_and_plan_refuse_files_that_are_not_traces(refused, trace, tmp_path):
     path = tmp_path / "bad.npz"
     assert refused(main, ["inspect", path], out="") == f"{path}: no such trace"
     assert refused(main, ["inspect", tmp_path], out="") == f"{tmp_path}: not a file"
@@ -318,14 +318,14 @@ def test_files_that_are_not_traces(refused, trace, tmp_path):
     assert refused(main, ["inspect", path], out="").startswith(f"{path}: not a whole .npz file (")
 
 
-def test_output_that_cannot_be_written(refused, trace, tmp_path):
+def test_plan_refuses_output_that_cannot_be_written(refused, trace, tmp_path):
     (tmp_path / "file").write_text("kept")
     error = refused(main, ["plan", trace, *SMALL, "--planner=static"], out=tmp_path / "file" / "plan.npz")
     assert str(tmp_path / "file") in error
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_memory_is_checked_before_it_is_used(refused, memory, tmp_path):
+def test_inspect_and_plan_check_memory_before_they_use_it(refused, memory, tmp_path):
     path = tmp_path / "wide.npz"
     np.savez_compressed(path, **sized(np.full((20_000, 1, 1), 3, np.uint8), [20_000] + [0] * 9_999))
     memory(GIB // 4)
@@ -348,7 +348,7 @@ def test_memory_is_checked_before_it_is_used(refused, memory, tmp_path):
     )
 
 
-def test_running_out_of_memory_is_one_line(capsys):
+def test_exit_status_reports_running_out_of_memory_in_one_line(capsys):
     def fail(error):
         raise error
 
@@ -363,7 +363,9 @@ def test_running_out_of_memory_is_one_line(capsys):
 
 
 @pytest.mark.parametrize(("lengths", "samples"), [([0, 0, 0], 3), ([], 0)])
-def test_a_trace_without_tokens(refused, tmp_path, capsys, lengths, samples):
+def test_inspect_shows_a_trace_without_tokens_and_plan_refuses_it(
+    refused, tmp_path, capsys, lengths, samples
+):
     path = tmp_path / "empty.npz"
     np.savez(path, **sized(ROWS[:0], np.array(lengths, int)))
     assert main(["inspect", str(path)]) == 0
@@ -378,7 +380,7 @@ def test_a_trace_without_tokens(refused, tmp_path, capsys, lengths, samples):
     assert error == f"empty.npz has no tokens in its {samples} samples, so there is no load to balance"
 
 
-def test_help_keeps_its_width(monkeypatch, capsys):
+def test_main_and_run_training_keep_the_width_of_their_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     for program, args in ((main, []), (main, ["plan"]), (run_training, ["demo"])):
         with pytest.raises(SystemExit) as stop:
@@ -390,7 +392,7 @@ def test_help_keeps_its_width(monkeypatch, capsys):
     assert os.environ["COLUMNS"] == "60"
 
 
-def test_the_terminal_width_is_restored(monkeypatch):
+def test_parse_options_restores_the_terminal_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     with pytest.raises(ValueError, match="Unrecognized options: --no"):
         parse_options(functools.partial(tyro.cli, Train), ["--no"])
@@ -417,9 +419,9 @@ BOXES = {
 
 
 @pytest.mark.parametrize("terminal", BOXES)
-def test_error_boxes_of_any_terminal(terminal):
+def test_one_line_reads_error_boxes_of_any_terminal(terminal):
     assert one_line(BOXES[terminal]) == "--seed INT: no number"
 
 
-def test_text_without_a_box_is_one_line():
+def test_one_line_keeps_text_without_a_box():
     assert one_line("usage: x\n") == "usage: x"

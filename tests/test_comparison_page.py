@@ -48,13 +48,13 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """A trace whose name would be markup if it were not escaped."""
+    """Write a trace whose name would be markup if it were not escaped."""
     return save_small_trace(tmp_path_factory.mktemp("traces") / "<b>A&B<script>.npz")
 
 
 @pytest.fixture(scope="module")
 def written(trace, tmp_path_factory):
-    """The folder of a comparison with a page."""
+    """Return the folder of a comparison with a page."""
     folder = tmp_path_factory.mktemp("page")
     options = [*SMALL, "--rows", *ROWS, "--out", str(folder / "out"), "--html", str(folder / "page.html")]
     assert main(["compare", str(trace), *options]) == 0
@@ -62,7 +62,7 @@ def written(trace, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_page_holds_everything(written, trace):
+def test_compare_writes_a_page_that_holds_everything(written, trace):
     text = (written / "page.html").read_text()
     page = Page(text)
     pictures = [
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(trace, tmp_path, capsys, path):
+def test_compare_refuses_an_unwritable_page_before_anything_runs(trace, tmp_path, capsys, path):
     options = ["--out", str(tmp_path / "out"), "--html", path.format(folder=tmp_path)]
     assert main(["compare", str(trace), *SMALL, *options]) == 2
     shown = capsys.readouterr()
@@ -121,7 +121,7 @@ def dump(path, profile, *, width):
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
+def test_compare_page_shows_tables_and_figures_in_a_browser(written, tmp_path, width):
     """A script reports the sizes that the browser gave the pictures; the page itself allows none."""
     policy, script = (
         r'<meta http-equiv="Content-Security-Policy"[^>]*>',
@@ -142,7 +142,7 @@ def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
     assert [row[0] for row in Page(shown).rows[1:-1]] == ["static", "eplb", "feplb*"]
 
 
-def test_every_column_is_one_record():
+def test_columns_have_unique_names_and_headings_and_whole_meanings():
     """A number has a name of its own and a meaning in whole sentences; headings are unique."""
     headings = [each.heading for each in COLUMNS if each.heading]
     assert len({each.name for each in COLUMNS}) == len(COLUMNS) > len(headings) == len(set(headings)) > 10
@@ -150,7 +150,7 @@ def test_every_column_is_one_record():
         assert re.fullmatch(r"[A-Z].*\.", each.meaning), each.name
 
 
-def test_the_guide_explains_every_number():
+def test_on_page_markdown_explains_every_number_in_the_guide():
     docs = Path(__file__).parents[1] / "docs"
     spec = importlib.util.spec_from_file_location("columns", docs / "mkdocs" / "columns.py")
     hook = importlib.util.module_from_spec(spec)

@@ -83,7 +83,7 @@ def fewest_visits(ids, quota, own):
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(MESHES)))
-def test_every_slot_gets_its_quota_of_its_expert(seed, nodes):
+def test_copy_slots_gives_every_slot_its_quota_of_its_expert(seed, nodes):
     ids, plan = routed(seed, nodes)
     split, serve = functions(nodes)
     sent, slot_experts = np.asarray(split(plan)), plan.slot_expert.ravel()
@@ -96,7 +96,7 @@ def test_every_slot_gets_its_quota_of_its_expert(seed, nodes):
         )
 
 
-def test_intra_node_replicas_leave_no_choice_of_nodes():
+def test_copy_slots_has_no_choice_of_nodes_with_intra_node_replicas():
     for seed in range(5):
         ids, plan = routed(seed, 2, across_nodes=False)
         sent = np.asarray(functions(2)[0](plan))
@@ -109,7 +109,7 @@ def test_intra_node_replicas_leave_no_choice_of_nodes():
 
 
 @pytest.mark.parametrize("nodes", sorted(MESHES))
-def test_crossings_are_near_the_minimum(nodes):
+def test_copy_slots_has_crossings_near_the_minimum(nodes):
     """Copies are split at random over all slots of their experts. In total, at most 5% more tokens cross than in
     the optimum, and the excess is at most a quarter of that of assignment in token order."""
     serve = functions(nodes)[1]

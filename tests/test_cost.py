@@ -58,7 +58,7 @@ def padded(**changes):
 
 @pytest.fixture
 def batch_plan():
-    """A batch with expert e in home slot e, and a replica of expert 0 on rank (0, 1).
+    """Return a batch with expert e in home slot e, and a replica of expert 0 on rank (0, 1).
 
     Rank (0, 0) has 20 copies for expert 0; rank (1, 1) has 10 for expert 0 and 10 for expert 4.
     """
@@ -70,7 +70,7 @@ def batch_plan():
     return BatchPlan(assignment, load, Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota))
 
 
-def test_a_layer_by_hand(batch_plan):
+def test_batch_time_of_a_layer_equals_a_count_by_hand(batch_plan):
     time = batch_time(batch_plan, LENGTHS, TOPOLOGY, price())
     attention = 3 * (10 * 2 * 50 + 10**2 * 10) / 5e5
     assert float(time.attention) == pytest.approx(attention)
@@ -83,13 +83,13 @@ def test_a_layer_by_hand(batch_plan):
     assert set(time._fields) - set(time.parts()) == {"hideable"}
 
 
-def test_hops_of_hierarchical_dispatch_run_one_after_the_other(batch_plan):
+def test_batch_time_adds_the_hops_of_hierarchical_dispatch(batch_plan):
     """Ten tokens cross from rank (1, 1) to rank (0, 1), which computes them; ten copies go to the rank next to it."""
     time = batch_time(batch_plan, LENGTHS, TOPOLOGY, price(path="hierarchical"), visits=VISITS)
     assert float(time.exchange) == pytest.approx(10 * ACROSS + 10 * INSIDE)
 
 
-def test_attention_is_that_of_every_sample():
+def test_attention_time_is_that_of_every_sample():
     """Samples attend to themselves alone, so two short ones cost half of a long one; rows have one length."""
     cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
     assignment = Assignment(np.array([[[[0, 1]], [[2, EMPTY]]], [[[3, EMPTY]], [[EMPTY, EMPTY]]]]))
@@ -98,7 +98,7 @@ def test_attention_is_that_of_every_sample():
     np.testing.assert_allclose(seconds[..., 0], [[16 + 16, 16 + 32], [16 + 18, 16]])
 
 
-def test_padded_rows_cost_what_their_positions_cost():
+def test_attention_time_of_padded_rows_is_that_of_their_positions():
     """Both rows of a rank are as long as T, or as the longest sample, with one sample in them or none."""
     cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded")
     assignment = Assignment(np.array([[[[0, 1]], [[EMPTY, EMPTY]]]]))
@@ -108,7 +108,7 @@ def test_padded_rows_cost_what_their_positions_cost():
         np.testing.assert_allclose(seconds[..., 0], np.full((1, 2), 2 * (2 * row + row**2 / 2)))
 
 
-def test_a_padded_exchange_sends_equal_lanes_and_a_ragged_one_what_is_needed(batch_plan):
+def test_count_sent_is_equal_lanes_if_padded_and_what_is_needed_if_ragged(batch_plan):
     """The longest of three lanes has 10 rows, which round up to 16; rank (0, 0) keeps 17, which round up to 24."""
     sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, padded())
     assert (np.asarray(sent.between) == 2 * 16).all(), "two ranks in the other node"
@@ -123,7 +123,7 @@ def test_a_padded_exchange_sends_equal_lanes_and_a_ragged_one_what_is_needed(bat
     assert float(time.gather) == pytest.approx((2 * 88 + 24) * 4 * 2 * 8 / 2000 / 0.5)
 
 
-def test_lanes_are_those_of_the_longest_layer_and_micro_batch():
+def test_count_sent_has_lanes_of_the_longest_layer_and_micro_batch():
     """One step runs all layers and micro-batches with the same buffers, so every lane has the length of the longest."""
     batch_plan = a_batch("any")[1]
     for cost in (padded(), padded(spare_room=True)):
@@ -149,7 +149,7 @@ def test_lanes_are_those_of_the_longest_layer_and_micro_batch():
 @pytest.mark.parametrize("kind", ["padded", "ragged"])
 @pytest.mark.parametrize("path", ["flat", "hierarchical"])
 @pytest.mark.parametrize("plans", ["eplb", "any across nodes"])
-def test_priced_buffers_are_those_of_the_exchanges(plans, path, kind, spare_room):
+def test_count_sent_has_the_buffers_of_the_exchanges(plans, path, kind, spare_room):
     """Lanes and buffers are as long as a step makes them from the sizes that it counts."""
     replay, batch_plan = a_batch(plans)
     visits = node_visits(replay, batch_plan, TOPOLOGY) if path == "hierarchical" else None
@@ -169,7 +169,7 @@ def test_priced_buffers_are_those_of_the_exchanges(plans, path, kind, spare_room
         assert (np.asarray(sent.inside) == expected[1]).all()
 
 
-def test_replicas_are_fetched_as_they_are_sent(batch_plan):
+def test_fetch_time_is_that_of_replicas_as_they_are_sent(batch_plan):
     """A padded fetch sends the exports of the rank with the most, an even number, and R experts to every rank."""
     one = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5
     plans = batch_plan.layer_plans()
@@ -185,12 +185,12 @@ def test_replicas_are_fetched_as_they_are_sent(batch_plan):
     np.testing.assert_allclose(even[0, 0], np.full((2, 2), 10 * (2 + 1) * one / 2), rtol=1e-6)
 
 
-def test_attention_hides_the_transfer_of_replicas(batch_plan):
+def test_batch_time_hides_the_transfer_of_replicas_behind_attention(batch_plan):
     assert float(batch_time(batch_plan, 1000 * LENGTHS, TOPOLOGY, price()).exposed) == 0
 
 
 @pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["ragged", "padded"])
-def test_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
+def test_batch_time_with_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
     """A token that stands for 16 costs what 16 samples of the same length cost."""
     cost_model = FLAT if cost.between == "ragged" else dataclasses.replace(FLAT, between="padded")
     sample = np.repeat(batch_plan.assignment.sample, 16, axis=-1)
@@ -203,7 +203,7 @@ def test_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
         np.testing.assert_allclose(part, getattr(expected, name), rtol=1e-6, err_msg=name)
 
 
-def test_a_move_costs_as_much_inside_a_node_as_between_nodes():
+def test_reorder_time_is_the_same_inside_a_node_as_between_nodes():
     """Every expert goes in pieces over all ranks, there and back, and ranks send as many as the one with the most."""
     before = np.arange(16).reshape(1, 16) % 8
     topology = dataclasses.replace(TOPOLOGY, num_experts=16)
@@ -226,7 +226,7 @@ def test_a_move_costs_as_much_inside_a_node_as_between_nodes():
     assert float(reorder_time(before[:, ::-1], before, topology, cost)) / one == pytest.approx(4)
 
 
-def test_moves_are_those_of_the_migration():
+def test_reorder_time_counts_the_moves_of_the_migration():
     """As many experts are priced as `migrate_experts` sends from every rank."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=24, replica_slots=0)
     cost = Price(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=1.0, push=0.0)
@@ -242,7 +242,7 @@ def test_moves_are_those_of_the_migration():
         assert float(reorder_time(home, previous, topology, cost)) == sum(sent)
 
 
-def test_head_and_update_are_the_same_for_all_plans():
+def test_batch_time_has_the_same_head_and_update_for_all_plans():
     """The rest is counted by hand, and depends on the lengths of rows, not on homes or replicas."""
     model = dataclasses.replace(MODEL, moe_layers=2, vocabulary=30)
     replay, some = a_batch("any")
@@ -280,12 +280,12 @@ def batch(request):
 
 
 def sent_by(batch_plan):
-    """Token copies from rank to rank, ``[M, L, N, G, N, G]``."""
+    """Return the token copies from rank to rank, ``[M, L, N, G, N, G]``."""
     split = jax.vmap(jax.vmap(functools.partial(source_quota, topology=TOPOLOGY)))
     return np.asarray(jax.jit(split)(batch_plan.layer_plans())).sum(-1).reshape(2, 2, 2, 2, 2, 2)
 
 
-def test_no_rank_sends_more_tokens_than_copies_to_another_node(batch):
+def test_node_visits_never_exceed_the_copies_to_another_node(batch):
     replay, batch_plan = batch
     tokens = node_visits(replay, batch_plan, TOPOLOGY).reshape(2, 2, 2, 2, 2)
     copies = sent_by(batch_plan).sum(-1)
@@ -293,8 +293,8 @@ def test_no_rank_sends_more_tokens_than_copies_to_another_node(batch):
     assert tokens.sum() < copies.sum()
 
 
-def test_sending_a_token_once_is_never_slower():
-    """Not true of all plans, because another rank of the node may receive the copies, but of this one."""
+def test_count_traffic_is_never_more_if_a_token_is_sent_once():
+    """This is not true of all plans, because another rank of the node may receive the copies, but of this one."""
     replay, batch_plan = a_batch("eplb")
     visits = node_visits(replay, batch_plan, TOPOLOGY)
     flat, once = (count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=v) for v in (None, visits))
@@ -303,7 +303,7 @@ def test_sending_a_token_once_is_never_slower():
     assert busiest_once.sum() < busiest_flat.sum()
 
 
-def test_flat_traffic_is_that_of_the_routes(batch):
+def test_count_traffic_of_flat_dispatch_is_that_of_the_routes(batch):
     """Flat traffic, which is counted without routes, equals a count rank by rank."""
     _, batch_plan = batch
     sent = sent_by(batch_plan)
@@ -318,7 +318,7 @@ def test_flat_traffic_is_that_of_the_routes(batch):
     np.testing.assert_array_equal((traffic.fast_sent, traffic.fast_received), fast)
 
 
-def test_hierarchical_traffic_is_that_of_the_routes(batch):
+def test_count_traffic_of_hierarchical_dispatch_is_that_of_the_routes(batch):
     """A token crosses to the rank with its local index, which sends its copies to the ranks of the node."""
     replay, batch_plan = batch
     visits, sent = node_visits(replay, batch_plan, TOPOLOGY), sent_by(batch_plan)
@@ -336,7 +336,7 @@ def test_hierarchical_traffic_is_that_of_the_routes(batch):
     np.testing.assert_array_equal((traffic.fast_sent, traffic.fast_received), fast)
 
 
-def test_traffic_agrees_with_cross_node_load(batch):
+def test_count_traffic_agrees_with_cross_node_load(batch):
     """All that leaves a node is sent by one rank and received by another."""
     _, batch_plan = batch
     traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
@@ -347,7 +347,7 @@ def test_traffic_agrees_with_cross_node_load(batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["flat", "hierarchical"])
-def test_balanced_traffic_is_that_of_uniform_routing(path):
+def test_balanced_time_has_the_traffic_of_uniform_routing(path):
     """The balanced time equals a count on tokens that draw their experts uniformly, on both paths."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=16, top_k=3)
@@ -365,7 +365,7 @@ def test_balanced_traffic_is_that_of_uniform_routing(path):
         np.testing.assert_allclose(exchange, bound, rtol=0.03)
 
 
-def test_a_balanced_run_with_the_locality_of_the_samples(batch_plan):
+def test_balanced_time_counts_the_locality_of_the_samples(batch_plan):
     """Of four ranks' ten crossings, each rank has a quarter; uniform routing of 20 tokens has more."""
     cost = price(path="hierarchical")
     local, uniform = (
@@ -381,7 +381,7 @@ def test_a_balanced_run_with_the_locality_of_the_samples(batch_plan):
     assert float(local.compute) == pytest.approx(3 * 10 * 120 / 5e5), "half of what the busiest rank fills"
 
 
-def test_a_balanced_run_with_padded_rows_has_their_positions(batch_plan):
+def test_balanced_time_with_padded_rows_has_their_positions(batch_plan):
     cost = price(rows="padded")
     time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, row_length=16.0, rows=1)
     assert float(time.attention) == pytest.approx(3 * (16 * 2 * 50 + 16**2 * 10) / 5e5)
@@ -391,7 +391,7 @@ def test_a_balanced_run_with_padded_rows_has_their_positions(batch_plan):
         balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost)
 
 
-def test_overlap_would_save_the_smaller_of_exchange_and_compute():
+def test_batch_time_overlap_saves_the_smaller_of_exchange_and_compute():
     """Layer by layer: the time is less by the smaller of the two in each, and a balanced run is priced alike."""
     replay, batch_plan = a_batch("any")
     lengths = replay.mask.sum(1)
@@ -410,7 +410,7 @@ def test_overlap_would_save_the_smaller_of_exchange_and_compute():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
-def test_balanced_is_a_bound_at_real_sizes(name):
+def test_balanced_time_is_a_bound_at_real_sizes(name):
     model = MODELS[name]
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=model.num_experts, replica_slots=2)
     rng = np.random.default_rng(0)
@@ -426,7 +426,7 @@ def test_balanced_is_a_bound_at_real_sizes(name):
             assert (getattr(time, part) >= getattr(bound, part) * 0.999).all(), part
 
 
-def test_model_sizes_add_up():
+def test_models_have_sizes_that_add_up():
     """Active and total weights agree with the models' names, without embeddings."""
     for name, total, active in (
         ("qwen3-30b-a3b", 30.5e9, 3.3e9),
@@ -443,7 +443,7 @@ def test_model_sizes_add_up():
         assert 0.65 * active < used < 1.02 * active, name
 
 
-def test_a_shared_link_carries_what_the_whole_node_sends(batch_plan):
+def test_rank_time_of_a_shared_link_is_that_of_the_whole_node(batch_plan):
     """Rank (1, 1) sends 10 rows and its neighbour none; on a link that two ranks share, each has the time of 5."""
     attention, _ = attention_time(batch_plan.assignment, LENGTHS, price())
     shared = price(cluster=dataclasses.replace(CLUSTER, shared_link=True))
@@ -462,7 +462,7 @@ def test_a_shared_link_carries_what_the_whole_node_sends(batch_plan):
         ({"updates": 0, "recompute": True}, 1, 2),
     ],
 )
-def test_passes_of_a_stage(batch_plan, stage, compute, exchange):
+def test_batch_time_multiplies_by_the_passes_of_a_stage(batch_plan, stage, compute, exchange):
     """Forward passes multiply attention, experts and replicas; exchanges multiply rows and buffers."""
     forward = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.price(TOPOLOGY, updates=0, recompute=True))
     time = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.price(TOPOLOGY, **stage))
@@ -488,7 +488,7 @@ def whole_batch():
 ONCE = dataclasses.replace(NEEDED, path="hierarchical")
 
 
-def test_stages_add_up():
+def test_batch_time_of_stages_adds_up():
     """The times of a recompute alone and of an update alone, with the same plan, add up to that of both in one call."""
     batch = whole_batch()
 
@@ -505,7 +505,7 @@ def test_stages_add_up():
     assert float(both.reorder) > 0
 
 
-def test_a_batch_waits_for_its_slowest_copy():
+def test_batch_time_waits_for_the_slowest_copy():
     """The parts of the time are those of the copy with the longest total; the dense rest is counted once a copy."""
     replay, batch_plan = a_batch("any")
     lengths, cost = replay.mask.sum(1), dataclasses.replace(price(), token=0.0, gather=0.0)
@@ -526,7 +526,7 @@ def test_a_batch_waits_for_its_slowest_copy():
     assert float(alone.total) == pytest.approx(sum(totals) - float(alone.rest))
 
 
-def test_batch_time_under_jit_and_vmap(monkeypatch):
+def test_batch_time_is_the_same_under_jit_and_vmap_and_compiles_once(monkeypatch):
     """Stacked batches have the times of each alone, and other batches and prices do not compile again."""
     batch = whole_batch()
     other = batch | {"batch_plan": a_batch("any across nodes")[1]}
@@ -558,7 +558,7 @@ def test_batch_time_under_jit_and_vmap(monkeypatch):
 @pytest.mark.parametrize(
     "cost_model", [FLAT, ONCE, CostModel(cluster=CLUSTER, model=MODEL)], ids=["flat", "once", "auto"]
 )
-def test_more_work_and_slower_networks_never_take_less_time(cost_model):
+def test_batch_time_never_falls_with_more_work_or_slower_networks(cost_model):
     batch = whole_batch() | {"topology": TOPOLOGY}
     if cost_model.path == "flat":
         batch["visits"] = None
@@ -580,7 +580,7 @@ def test_more_work_and_slower_networks_never_take_less_time(cost_model):
         assert float(time.total) >= float(base.total) * (1 - 1e-6), change
 
 
-def test_unit_times_are_what_a_unit_takes():
+def test_price_is_what_a_unit_takes():
     """Each phase has one busiest rank, whose work is counted by hand."""
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=2, top_k=1)
@@ -605,7 +605,7 @@ def test_unit_times_are_what_a_unit_takes():
     assert price(stretch=3.0).pair == pytest.approx(3 * price().pair)
 
 
-def test_auto_is_what_runs_on_gpus():
+def test_cost_model_auto_is_what_runs_on_gpus():
     """Between nodes and beyond 8 ranks exchanges are padded; the path is that of the rule of layers."""
     auto = CostModel(cluster=CLUSTER, model=MODEL)
 
@@ -643,7 +643,7 @@ def test_auto_is_what_runs_on_gpus():
         ),
     ],
 )
-def test_bad_input_of_a_batch(wrong, message):
+def test_batch_time_rejects_bad_input(wrong, message):
     batch = whole_batch() | {"topology": TOPOLOGY} | wrong
     names = {field.name for field in dataclasses.fields(CostModel)}
     cost = price(ONCE, **{name: batch.pop(name) for name in names & set(batch)})
@@ -670,12 +670,12 @@ def test_bad_input_of_a_batch(wrong, message):
         ({"model": dataclasses.replace(MODEL, top_k=0)}, "model.top_k=0 must be an integer of at least 1"),
     ],
 )
-def test_bad_numbers_of_a_cost_model(wrong, message):
+def test_cost_model_rejects_bad_numbers(wrong, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(NEEDED, **wrong)
 
 
-def test_a_price_is_for_the_experts_of_the_model():
+def test_price_is_for_the_experts_of_the_model():
     """A topology may pad the model with experts that no token is routed to, but not leave some out."""
     with pytest.raises(
         ValueError, match="cost: the model has num_experts=8, but the topology has num_experts=4"

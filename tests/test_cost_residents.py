@@ -60,7 +60,7 @@ INSIDE = ACROSS / 10
         ({0: {1: [0]}}, 1, 0),  # inside a node nothing crosses
     ],
 )
-def test_residents_are_pushed_in_three_hops(where, exports, pairs):
+def test_batch_time_pushes_residents_in_three_hops(where, exports, pairs):
     """Each hop sends equal lanes: of exports inside the home's node, of what a node needs from another one between
     nodes, where each rank carries its part, and of all resident slots inside the target's node."""
     time = seconds_of(resident_plan(where, layers=2))
@@ -70,7 +70,7 @@ def test_residents_are_pushed_in_three_hops(where, exports, pairs):
     assert float(time.total) == pytest.approx(float(time.push + time.rest + time.gather)), "nothing hides it"
 
 
-def test_every_update_pushes_residents_once():
+def test_batch_time_pushes_residents_once_in_every_update():
     plan = resident_plan({0: {2: [0]}})
     once = float(seconds_of(plan).push)
     assert once > 0
@@ -79,7 +79,7 @@ def test_every_update_pushes_residents_once():
         assert float(push) == pytest.approx(updates * once)
 
 
-def test_a_replica_comes_from_the_resident_next_to_it():
+def test_fetch_time_takes_a_replica_from_the_resident_next_to_it():
     plan = resident_plan({0: {2: [0]}})
     plan.slot_expert[0, 0, 1, 1, 3] = 0
     one = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5
@@ -91,8 +91,8 @@ def test_a_replica_comes_from_the_resident_next_to_it():
     np.testing.assert_allclose(np.ravel(away), [10 * one, 0, 0, 10 * one, 0, 0], rtol=1e-6)
 
 
-def test_resident_slots_take_the_memory_of_their_layers():
-    """Weights of 2 bytes and accumulators of 4, in all layers."""
+def test_rank_memory_of_resident_slots_is_that_of_their_layers():
+    """A slot holds weights of 2 bytes and accumulators of 4, in all layers."""
     for name, gigabytes in (("gpt-oss-20b", 3.58), ("qwen3-235b-a22b", 10.65)):
         model = MODELS[name]
         topology = Topology(
@@ -105,7 +105,7 @@ def test_resident_slots_take_the_memory_of_their_layers():
         assert rank_memory(twice, model, shards=4).residents == 2 * memory.residents, "residents are whole"
 
 
-def test_memory_by_hand():
+def test_rank_memory_equals_a_count_by_hand():
     topology = Topology(num_nodes=1, ranks_per_node=4, num_experts=8, replica_slots=1)
     model = dataclasses.replace(MODEL, moe_layers=3, shared_width=2)
     expert, dense = 3 * 4 * 5, 50 + 3 * 4 * 2
@@ -118,7 +118,7 @@ def test_memory_by_hand():
     assert rank_memory(topology, model).homes == 2 * 3 * expert * 18
 
 
-def test_residents_that_do_not_fit_are_refused():
+def test_check_rank_memory_refuses_residents_that_do_not_fit():
     """Qwen3-235B on 32 H100, sharded over five copies: one resident slot fits, two do not; they do on H200."""
     model = MODELS["qwen3-235b-a22b"]
     topology = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2, resident_slots=1)
@@ -131,7 +131,7 @@ def test_residents_that_do_not_fit_are_refused():
     check_rank_memory(more, model, cluster=CLUSTERS["h200"], shards=5)
 
 
-def test_memory_of_nothing_that_exists():
+def test_rank_memory_rejects_what_cannot_exist():
     with pytest.raises(ValueError, match="shards=0 must be an integer of at least 1"):
         rank_memory(TOPOLOGY, MODEL, shards=0)
     with pytest.raises(ValueError, match="num_experts=6, fewer than the model's 128"):

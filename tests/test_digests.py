@@ -45,7 +45,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_digests_of_numpy_and_jax_agree(dtype):
+def test_logical_digests_of_numpy_and_jax_agree(dtype):
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         array = np.asarray(random_bits(rng, shape, dtype))
@@ -60,7 +60,7 @@ def test_digests_of_numpy_and_jax_agree(dtype):
 @pytest.mark.parametrize(
     "spec", [P(), P(("node", "local")), P("local", None, "node"), P(None, ("local", "node"))], ids=str
 )
-def test_digests_do_not_depend_on_sharding(spec, kind, mesh):
+def test_logical_digests_do_not_depend_on_sharding(spec, kind, mesh):
     array = random_bits(np.random.default_rng(1), (8, 16, 6), "bfloat16")
     sharding = NamedSharding(mesh, spec, memory_kind=kind)
     assert digest(jax.device_put(array, sharding)) == digest(array)
@@ -69,7 +69,7 @@ def test_digests_do_not_depend_on_sharding(spec, kind, mesh):
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 @pytest.mark.parametrize("layers", [1, range(1, 3)], ids=["one layer", "stacked"])
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2), (1, 8)], ids=str)
-def test_digests_do_not_depend_on_homes_and_ranks(ranks, layers, kind):
+def test_logical_digests_do_not_depend_on_homes_and_ranks(ranks, layers, kind):
     rng = np.random.default_rng(2)
     lead = (len(layers),) if isinstance(layers, range) else ()
     logical = random_bits(rng, (*lead, EXPERTS, 3, 5), "float32")
@@ -87,7 +87,7 @@ def test_digests_do_not_depend_on_homes_and_ranks(ranks, layers, kind):
         assert digest(array, layers, home) == digest(logical)
 
 
-def test_digests_of_large_arrays_in_blocks_agree(mesh):
+def test_logical_digests_of_large_arrays_in_blocks_agree(mesh):
     array = random_bits(np.random.default_rng(3), (700, 1000), "int8")
     assert digest(array) == digest(jnp.asarray(array))
 
@@ -100,7 +100,7 @@ def arrays(draw, dims):
 
 
 @given(st.data())
-def test_digests_change_with_any_bit(data):
+def test_logical_digests_change_with_any_bit(data):
     array = data.draw(arrays(0))
     raw = np.atleast_1d(array).copy()
     places = raw.reshape(-1).view(np.uint8)
@@ -111,7 +111,7 @@ def test_digests_change_with_any_bit(data):
 
 
 @given(st.data())
-def test_digests_change_with_swapped_rows(data):
+def test_logical_digests_change_with_swapped_rows(data):
     array = data.draw(arrays(1))
     axis = data.draw(st.integers(0, array.ndim - 1))
     one, other = (data.draw(st.integers(0, array.shape[axis] - 1)) for _ in range(2))
@@ -122,7 +122,7 @@ def test_digests_change_with_swapped_rows(data):
 
 
 @given(st.integers(0, 2**32), st.integers(1, 500))
-def test_digests_change_in_both_sums_with_noise(seed, size):
+def test_logical_digests_change_in_both_sums_with_noise(seed, size):
     """Noise changes each of the two sums, so a digest is as strong as 64 bits and not 32."""
     rng = np.random.default_rng(seed)
     one, other = (digest(random_bits(rng, (size,), "float32")) for _ in range(2))

@@ -54,7 +54,7 @@ def python_blocks(page):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to run a page in, beside the tests' own files."""
+    """Enter an empty folder to run a page in, beside the tests' own files."""
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
 
@@ -190,7 +190,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), target
 
 
-def test_the_glossary_is_that_of_the_types():
+def test_glossary_is_that_of_the_types():
     of_types = types.__doc__.partition("Glossary")[2].partition("Dimensions")[0]
     words = re.findall(r"^([a-z][a-z, -]*?)  +\S", of_types, re.MULTILINE)
     assert len(words) > 10

@@ -25,7 +25,7 @@ def goldens():
     return json.loads((Path(__file__).parent / "golden" / "eplb.json").read_text())
 
 
-def test_published_cases(goldens):
+def test_eplb_reproduces_the_published_cases(goldens):
     for case in goldens:
         placed = rebalance_experts(jnp.array(case["weight"]), **case["args"])
         for result, name in zip(placed, ("phy2log", "log2phy", "logcnt"), strict=True):
@@ -33,7 +33,7 @@ def test_published_cases(goldens):
 
 
 @pytest.mark.slow
-def test_published_cases_under_jit_and_vmap(goldens):
+def test_eplb_reproduces_the_published_cases_under_jit_and_vmap(goldens):
     for case in goldens:
         load = jnp.array(case["weight"])
         both = jnp.stack([load, load[::-1]])
@@ -52,7 +52,7 @@ def test_published_cases_under_jit_and_vmap(goldens):
     [(40, 8, 4, 8), (36, 32, 2, 4), (32, 32, 4, 8), (48, 3, 2, 16)],
 )
 @pytest.mark.parametrize("kind", ["zipf", "ties", "above 2**24"])
-def test_agrees_with_ports(kind, num_slots, num_groups, num_nodes, num_ranks):
+def test_eplb_agrees_with_ports(kind, num_slots, num_groups, num_nodes, num_ranks):
     rng = np.random.default_rng(0)
     experts = 32 if num_groups != 3 else 48
     shape = (5, experts)
@@ -76,17 +76,17 @@ def test_agrees_with_ports(kind, num_slots, num_groups, num_nodes, num_ranks):
         ((8, 4, 2, 8), "num_replicas=8 is too few for 12 experts"),
     ],
 )
-def test_counts_that_do_not_fit(args, message):
+def test_rebalance_experts_rejects_counts_that_do_not_fit(args, message):
     with pytest.raises(ValueError, match=message):
         rebalance_experts(jnp.ones((1, 12)), *args)
 
 
-def test_unknown_option():
+def test_eplb_rejects_an_unknown_option():
     with pytest.raises(ValueError, match="loads='future' must be one of true, history"):
         eplb(loads="future")
 
 
-def test_groups_that_do_not_fit():
+def test_eplb_rejects_groups_that_do_not_fit():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     planner = eplb(expert_groups=3)
     state = planner.init(topology, 1, key=jax.random.key(0))
@@ -97,7 +97,7 @@ def test_groups_that_do_not_fit():
 
 
 @pytest.mark.parametrize("expert_groups", [2, 4])
-def test_groups_stay_in_one_node(expert_groups):
+def test_eplb_keeps_groups_in_one_node(expert_groups):
     """The homes of each expert group are in one node."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
@@ -109,7 +109,7 @@ def test_groups_stay_in_one_node(expert_groups):
     assert (node == node[..., :1]).all()
 
 
-def test_groups_and_nodes_are_ignored_across_nodes():
+def test_eplb_ignores_groups_and_nodes_across_nodes():
     """EPLB's global policy ignores groups; the homes equal those of `rebalance_experts` with one group and node."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
@@ -125,7 +125,7 @@ def test_groups_and_nodes_are_ignored_across_nodes():
     np.testing.assert_array_equal(layout, packed)
 
 
-def test_history_plans_from_the_past():
+def test_eplb_with_history_plans_from_the_past():
     """On a second batch equal to the first, the history gives the same plan as the true loads."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(1).integers(0, 500, (3, 2, 2, 2, 8)), jnp.int32)
@@ -141,7 +141,7 @@ def test_history_plans_from_the_past():
 
 
 @pytest.mark.slow
-def test_micro_batch_history_lags_by_one():
+def test_eplb_micro_batch_history_lags_by_one():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     hot = 900 * np.eye(4, dtype=np.int32)[[0, 3]] + 1
     load = jnp.asarray(hot.reshape(2, 1, 1, 1, 4).repeat(2, axis=3))
@@ -153,7 +153,7 @@ def test_micro_batch_history_lags_by_one():
     assert 3 not in copied
 
 
-def test_kept_homes_are_those_of_the_first_known_batch():
+def test_eplb_keeps_the_homes_of_the_first_known_batch():
     """With ``history`` the second batch sets the homes, because the first has no forecast."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     loads = [

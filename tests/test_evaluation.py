@@ -38,8 +38,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
-def test_a_batch_has_the_requested_micro_batches(trace, options):
-    """And every rank stays within its token budget if samples are packed by tokens."""
+def test_make_batches_has_the_requested_micro_batches(trace, options):
+    """Every rank also stays within its token budget if samples are packed by tokens."""
     replay, topology = trace.replay, Ranks(nodes=2, ranks_per_node=2).topology(16)
     sizes = {name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(options)] * 2, strict=True)}
     batches = make_batches(trace, Batching(**sizes), topology)
@@ -75,7 +75,7 @@ def packed(replay, setting):
     )
 
 
-def test_every_planner_gets_the_same_input(trace):
+def test_run_planner_gives_every_planner_the_same_input(trace):
     """Planners get packed samples, the price, and some tokens with the ranks where they lie."""
     inputs = []
 
@@ -96,7 +96,7 @@ def test_every_planner_gets_the_same_input(trace):
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_planner_is_run_as_a_user_plans(trace, layout):
+def test_run_planner_plans_as_a_user_does(trace, layout):
     """The plans are those of `plan_batch` with the keys of a Balancer, bit for bit."""
     setting, entry = setting_of(trace, seed=3, row_layout=layout), with_samples_assigned("relibra")
     batches, cost, planner = setting.batches, setting.cost_model.price(TOPOLOGY), entry.planner
@@ -117,7 +117,7 @@ def test_a_planner_is_run_as_a_user_plans(trace, layout):
     chex.assert_trees_all_equal(plan_last(entry, setting).batch_plan, batch_plan)
 
 
-def test_the_cost_model_is_that_of_the_settings(trace):
+def test_make_setting_makes_the_cost_model_of_the_settings(trace):
     sizes = {"context": 1000.0, "tokens_per_rank": 500.0, "shards": 3}
     setting = setting_of(trace, cluster="gb200-nvl72", exchange="padded", **sizes)
     batches, model = setting.batches, setting.cost_model
@@ -134,7 +134,7 @@ def test_the_cost_model_is_that_of_the_settings(trace):
 
 
 @pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])
-def test_forecast_errors_are_those_of_the_planners_forecast(trace, name):
+def test_run_planner_has_the_error_of_the_planners_forecast(trace, name):
     setting = setting_of(trace)
     planned = plan_last(PLANNERS[name], setting)
     before, now = (
@@ -156,7 +156,7 @@ def test_forecast_errors_are_those_of_the_planners_forecast(trace, name):
 @pytest.mark.parametrize(
     ("name", "moves"), [("eplb", False), ("eplb_history", False), ("eplb_repacked", True)]
 )
-def test_initial_moves_are_not_counted(trace, name, moves):
+def test_run_planner_does_not_count_initial_moves(trace, name, moves):
     """Planners place homes in the first batch, or in the second if they only forecast loads: no moves are counted."""
     planned = plan_last(PLANNERS[name], setting_of(trace))
     contiguous = np.arange(16)[None]
@@ -166,7 +166,7 @@ def test_initial_moves_are_not_counted(trace, name, moves):
 
 @pytest.mark.parametrize("cluster", ["h100", "h100-ethernet-200"])
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
-def test_crossings_are_counted_token_by_token(trace, dispatch, cluster):
+def test_run_planner_counts_crossings_token_by_token(trace, dispatch, cluster):
     """Under static placement an expert is on one node, so tokens cross if they lie on another node."""
     setting = setting_of(trace, dispatch=dispatch, cluster=cluster)
     outcome = run_planner("static", static(), setting, timed_runs=0)

@@ -10,7 +10,7 @@ from relibra_jax.contract.types import EMPTY
 
 
 @pytest.mark.slow
-def test_numpy_arrays_go_in_and_come_out(capsys):
+def test_torch_arrays_takes_and_returns_numpy_arrays(capsys):
     batch_plan = torch_arrays.main()
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(batch_plan))
     sample = batch_plan.assignment.sample

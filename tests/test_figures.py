@@ -20,7 +20,7 @@ OUTSIDE = "my_module:my_planner"
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are drawn, which stay open until the test has ended."""
+    """Collect the figures that are drawn, which stay open until the test has ended."""
     drawn = []
     for module in ("relibra_jax.cli.figures", "experiments.claims.figures", "relibra_jax.cli.timeline"):
         monkeypatch.setattr(f"{module}.save_figure", lambda figure, path: drawn.append(figure))
@@ -51,8 +51,8 @@ def outcome(planner):
     return made
 
 
-def test_a_planner_has_one_colour_in_every_figure(tmp_path, figures):
-    """Whatever else is in the figure, and in whichever order."""
+def test_planner_style_gives_one_colour_in_every_figure(tmp_path, figures):
+    """A planner keeps its colour whatever else is in the figure, and in whichever order."""
     compare_figure(tmp_path / "one.png", [outcome(name) for name in (*PLANNERS, OUTSIDE)], "all planners")
     compare_figure(tmp_path / "two.png", [outcome(name) for name in ("relibra", OUTSIDE, "static")], "three")
     setting = {
@@ -82,7 +82,7 @@ def test_a_planner_has_one_colour_in_every_figure(tmp_path, figures):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
-def test_the_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
+def test_layer_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
     trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
     topology = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
     planners = {name: PLANNERS[name] for name in ("static", "eplb")}

@@ -52,20 +52,20 @@ SECOND = np.array([[[0, 0, 2, 0]], [[0, 0, 0, 6]]])
         ("across_layers", [8, 4, 0, 0], [[4 / 3, 2 / 3, 0, 0], [4, 2, 0, 0]]),
     ],
 )
-def test_the_second_batch_by_hand(name, homes, replicas):
+def test_expect_loads_of_the_second_batch_equals_values_by_hand(name, homes, replicas):
     for_homes, expected = run(FORECASTS[name], [FIRST, SECOND])[1]
     np.testing.assert_allclose(for_homes, [homes], rtol=1e-6)
     np.testing.assert_allclose(expected[:, 0], replicas, rtol=1e-6)
 
 
-def test_decay_is_the_weight_of_the_previous_average():
+def test_average_decay_is_the_weight_of_the_previous_average():
     _, expected = run(average(decay=0.75), [FIRST, SECOND])[1]
     np.testing.assert_allclose(expected[:, 0], [[1.5, 1, 0, 0], [1.125, 0.75, 0.5, 0]])
     before = run(average(decay=0.0), [FIRST, SECOND])[1][1]
     np.testing.assert_array_equal(before, run(FORECASTS["history"], [FIRST, SECOND])[1][1])
 
 
-def test_the_next_token_by_hand():
+def test_next_token_forecast_equals_values_by_hand():
     """One in four tokens of expert 0 stays, three go to 1; expert 2 has no counts, so its load spreads as before."""
     counts = np.zeros((1, 4, 4), np.float32)
     counts[0, 0] = [1, 3, 0, 0]
@@ -76,7 +76,7 @@ def test_the_next_token_by_hand():
     np.testing.assert_allclose(second[:, 0], [[2, 6, 0, 0], [1 + 4, 3 + 2, 0, 0]])
 
 
-def test_across_layers_by_hand():
+def test_across_layers_forecast_equals_values_by_hand():
     """Layer 1 is forecast from layer 0 of the same micro-batch, layer 0 from the previous batch."""
     counts = np.zeros((2, 4, 4), np.float32)
     counts[1] = np.roll(np.eye(4), 1, axis=1)  # expert e is followed by e + 1
@@ -88,7 +88,7 @@ def test_across_layers_by_hand():
     np.testing.assert_allclose(expected, [[[3, 1, 0, 0], [4, 0, 0, 0]], [[6, 2, 0, 0], [5, 1, 2, 0]]])
 
 
-def test_batch_scope_uses_the_loads_for_homes():
+def test_expect_loads_uses_the_loads_for_homes_in_batch_scope():
     for name, forecast in FORECASTS.items():
         for_homes, expected = run(forecast, [FIRST, SECOND], scope="batch")[1]
         chex.assert_trees_all_equal(expected, for_homes[None])
@@ -126,7 +126,7 @@ def test_forecasts_do_not_use_future_loads(name, counts):
 
 
 @pytest.mark.parametrize("name", FORECASTS)
-def test_the_first_batch_has_no_past(name, counts):
+def test_forecasts_of_the_first_batch_have_no_past(name, counts):
     """Without a past, forecasts are zeros, with the error of a uniform forecast."""
     load = np.random.default_rng(0).integers(1, 50, (3, 2, 4))
     _, expected = run(FORECASTS[name], [load], transitions=counts)[0]
@@ -138,7 +138,7 @@ def test_the_first_batch_has_no_past(name, counts):
     np.testing.assert_allclose(forecast_error(expected, load)[0], uniform, rtol=1e-5)
 
 
-def test_stationary_loads_are_learnt():
+def test_forecasts_learn_stationary_loads():
     """For loads from one distribution, the mean of all is the best forecast and the last micro-batch the worst."""
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.ones(32), 2)
@@ -159,7 +159,7 @@ def test_stationary_loads_are_learnt():
 SIZES = {"num_nodes": 2, "ranks_per_node": 4, "num_experts": 32, "replica_slots": 2}
 
 
-def test_transitions_are_a_plain_count(replay, counts):
+def test_count_transitions_is_a_plain_count(replay, counts):
     along, across = np.zeros((2, 2, 4, 4))
     for sample, real in zip(replay.expert_ids, replay.mask, strict=True):
         for token, layer in np.argwhere(np.tile(real[:, None], 2)):
@@ -173,7 +173,7 @@ def test_transitions_are_a_plain_count(replay, counts):
     assert not counts.across_layers[0].any()
 
 
-def test_padding_is_not_read(replay, counts):
+def test_count_transitions_does_not_read_padding(replay, counts):
     """Padding tokens may have any ids, also invalid expert ids."""
     for filler in (0, 3, 255):
         ids = np.where(replay.mask[:, :, None, None], replay.expert_ids, np.uint8(filler))
@@ -181,7 +181,7 @@ def test_padding_is_not_read(replay, counts):
         chex.assert_trees_all_equal(other, counts)
 
 
-def test_transitions_of_the_batch_reach_planners_that_use_them(replay, counts):
+def test_plan_batch_gives_transitions_to_planners_that_use_them(replay, counts):
     planner = popfetcher()
     state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
     for stages in (2, (Stage(1), Stage(2))):
@@ -193,7 +193,7 @@ def test_transitions_of_the_batch_reach_planners_that_use_them(replay, counts):
 
 
 @pytest.mark.parametrize("uses_transitions", [False, True])
-def test_transitions_are_counted_for_no_other_planner(replay, uses_transitions):
+def test_plan_batch_counts_transitions_for_no_other_planner(replay, uses_transitions):
     requests = []
 
     def update(request, state, topology):
@@ -209,7 +209,7 @@ def test_transitions_are_counted_for_no_other_planner(replay, uses_transitions):
         assert not other.uses_transitions
 
 
-def test_rows_say_how_they_expect_loads():
+def test_planners_say_how_they_expect_loads():
     for name, entry in PLANNERS.items():
         assert entry.foresight == (entry.forecast == "true"), name
         assert entry.planner.uses_transitions == (entry.forecast in TABLES), name
@@ -275,7 +275,7 @@ def test_popfetcher_without_transitions_expects_the_previous_batch():
     assert plan.quota[0, 0, 0].tolist() == [[5, 0, 0], [0, 90, 2]]
 
 
-def test_error_by_hand():
+def test_forecast_error_equals_values_by_hand():
     """True shares 0.75, 0.25, 0, 0 with 0.25 expected for each give (0.5 + 0 + 0.25 + 0.25) / 4 of a mean share."""
     load = np.array([[[30, 10, 0, 0], [0, 0, 0, 0]]])
     error = forecast_error(np.array([[[7, 7, 7, 7], [1, 2, 3, 4]]]), load)

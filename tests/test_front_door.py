@@ -137,7 +137,7 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
 @pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
 def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):
-    """As `test_balancer_plans_as_plan_batch_and_compare`, for more ranks than there are devices."""
+    """This is `test_balancer_plans_as_plan_batch_and_compare` for more ranks than there are devices."""
     topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, rows="padded")
     assert_same_bits([compared(topology, cost)], planned(topology, cost, 1))
 

@@ -126,14 +126,16 @@ def check(implementation, sizes, arrays, transposed=False, out_dtype=None):
 @pytest.mark.parametrize(
     ("slots", "transposed", "out_dtype"), [(SLOTS, False, None), ((0, 5, 3, 0), True, "float32")]
 )
-def test_output_and_gradients(implementation, slots, transposed, out_dtype):
+def test_grouped_dot_output_and_gradients_equal_loops_over_groups(
+    implementation, slots, transposed, out_dtype
+):
     setting = SETTINGS[implementation]
     arrays = inputs(setting, transposed=transposed, slots=slots)
     check(implementation, setting.sizes, arrays, transposed, out_dtype)
 
 
 @each_implementation
-def test_several_buffers_give_the_same_bits_as_one(implementation):
+def test_grouped_dot_of_several_buffers_gives_the_same_bits_as_one(implementation):
     """The results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
     setting = SETTINGS[implementation]
     rows, weights, d_out = inputs(setting)
@@ -145,19 +147,19 @@ def test_several_buffers_give_the_same_bits_as_one(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_other_dtypes(implementation, dtype):
+def test_grouped_dot_is_accurate_in_other_dtypes(implementation, dtype):
     with jax.enable_x64(dtype == "float64"):
         check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_other_dtypes_of_triton_kernels(dtype):
+def test_grouped_dot_is_accurate_in_other_dtypes_of_triton_kernels(dtype):
     setting = SETTINGS["triton"]
     check("triton", setting.sizes, inputs(setting._replace(dtype=dtype)))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
+def test_grouped_dot_runs_every_pattern_of_empty_groups_in_one_compilation(implementation):
     arrays = inputs(PLAIN)
     run = compiled(implementation)
     check(implementation, PLAIN.sizes, arrays)
@@ -170,7 +172,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-def test_every_pattern_of_empty_groups_in_one_launch(implementation):
+def test_grouped_dot_runs_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
     width = 64 if implementation == "mosaic" else 16
     setting = Setting("bfloat16", int(sizes.sum()) + 5, width, width, ())
@@ -181,14 +183,14 @@ def test_every_pattern_of_empty_groups_in_one_launch(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("slot", [0, sum(SLOTS) - 1])
-def test_one_group_has_all_rows(implementation, slot):
+def test_grouped_dot_is_accurate_where_one_group_has_all_rows(implementation, slot):
     setting = SETTINGS[implementation]
     check(implementation, np.eye(sum(SLOTS))[slot] * setting.rows, inputs(setting))
 
 
 @pytest.mark.slow
 @each_implementation
-def test_padding_and_unused_weights_affect_no_result(implementation):
+def test_grouped_dot_is_unaffected_by_padding_and_unused_weights(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
         total = int(np.sum(sizes))
@@ -208,7 +210,7 @@ def test_padding_and_unused_weights_affect_no_result(implementation):
 @pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
-def test_invalid_sizes_are_clipped(implementation, sizes):
+def test_grouped_dot_clips_invalid_sizes(implementation, sizes):
     """Rows beyond the end are ignored, and negative sizes count as 0."""
     setting = SETTINGS[implementation]
     possible = np.maximum(sizes, 0)
@@ -225,7 +227,7 @@ def test_invalid_sizes_are_clipped(implementation, sizes):
 
 @pytest.mark.slow
 @each_implementation
-def test_any_sizes(implementation):
+def test_grouped_dot_is_accurate_for_any_sizes(implementation):
     setting = SETTINGS[implementation]
 
     @settings(max_examples=setting.examples)
@@ -238,13 +240,13 @@ def test_any_sizes(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("rows", [0, 1, 40])
-def test_few_rows_and_one_buffer(implementation, rows):
+def test_grouped_dot_is_accurate_for_few_rows_and_one_buffer(implementation, rows):
     setting = SETTINGS[implementation]._replace(rows=rows, n=64 if implementation == "mosaic" else PLAIN.n)
     check(implementation, [rows // 2, 0, rows - rows // 2], inputs(setting, slots=(3,)))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_gradients_of_the_weight_gradient(implementation):
+def test_grouped_outer_gradients_agree_with_finite_differences(implementation):
     with jax.enable_x64(True):
         lhs, _, rhs = inputs(PLAIN._replace(dtype="float64", rows=40))
         sizes, slots = jnp.array([10, 0, 20, 5]), (0, 2, 0, 2)
@@ -273,7 +275,7 @@ def test_ragged_dot_names_its_own_arguments(lhs, rhs):
         ragged_dot(jnp.zeros(*lhs), jnp.zeros(*rhs), jnp.zeros(2, jnp.int32))
 
 
-def test_results_are_floating():
+def test_grouped_dot_and_grouped_outer_have_floating_results():
     rows, weights, d_out = inputs(PLAIN)
     sizes = jnp.asarray(PLAIN.sizes)
     with pytest.raises(ValueError, match="out_dtype: expected a floating dtype, found int32"):
@@ -283,7 +285,7 @@ def test_results_are_floating():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_call_of_ragged_dot(dtype):
+def test_ragged_dot_agrees_with_jax_lax_ragged_dot(dtype):
     rows, (weights,), _ = inputs(PLAIN._replace(dtype=dtype), slots=(5,))
     sizes = jnp.array([100, 0, 50, 1, 400])
     for out_dtype in (None, jnp.float32):
@@ -303,7 +305,7 @@ def test_the_call_of_ragged_dot(dtype):
         ),
     ],
 )
-def test_mismatched_operands_are_named(changed, message):
+def test_grouped_dot_names_mismatched_operands(changed, message):
     shapes = {"rows": ((7, 4), "float32"), "group_sizes": ((3,), "int32")} | changed
     weights = [jnp.zeros((2, 4, 6)), jnp.zeros((0, 4, 6)), jnp.zeros((1, 4, 6))]
     with pytest.raises(ValueError, match=message):
@@ -337,7 +339,7 @@ def test_mismatched_operands_are_named(changed, message):
         (False, [], r"weights: expected at least one slot, found \[\]"),
     ],
 )
-def test_mismatched_weight_buffers_are_named(transposed, weights, message):
+def test_grouped_dot_names_mismatched_weight_buffers(transposed, weights, message):
     weights = list(map(jnp.zeros, weights))
     with pytest.raises(ValueError, match=message):
         grouped_dot(jnp.zeros((7, 4)), weights, jnp.zeros(3, jnp.int32), transposed=transposed)
@@ -351,7 +353,7 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_a_single_array_of_weights_is_rejected(without_type_checks):
+def test_grouped_dot_rejects_a_single_array_of_weights(without_type_checks):
     for weights in (jnp.zeros((3, 4, 6)), np.zeros((1, 3, 4, 6))):
         with pytest.raises(
             ValueError, match=r"weights: expected a sequence of weight buffers, found one float"
@@ -374,7 +376,7 @@ def test_a_single_array_of_weights_is_rejected(without_type_checks):
         ((7, 4), (7, 4), (3, 1), r"group_sizes: expected integers \[4\] .* 3 \+ 1 slots, found int32\[3\]"),
     ],
 )
-def test_mismatched_operands_of_a_weight_gradient_are_named(lhs, rhs, slots, message):
+def test_grouped_outer_names_mismatched_operands(lhs, rhs, slots, message):
     with pytest.raises(ValueError, match=message):
         grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), slots=slots)
 
@@ -387,7 +389,7 @@ def test_mismatched_operands_of_a_weight_gradient_are_named(lhs, rhs, slots, mes
         (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is not a Hopper GPU"),
     ],
 )
-def test_hopper_kernels_say_why_they_cannot_run(setting, message):
+def test_grouped_dot_says_why_hopper_kernels_cannot_run(setting, message):
     rows, weights, _ = inputs(setting)
     sizes = jnp.zeros(8, jnp.int32)
     with pytest.raises(
@@ -407,7 +409,7 @@ def test_hopper_kernels_say_why_they_cannot_run(setting, message):
         ("float64", None, "rows are float64, not one of bfloat16, float16, float32"),
     ],
 )
-def test_triton_kernels_say_why_they_cannot_run(dtype, out_dtype, message):
+def test_grouped_dot_says_why_triton_kernels_cannot_run(dtype, out_dtype, message):
     with jax.enable_x64(dtype == "float64"):
         rows, weights, _ = inputs(PLAIN._replace(dtype=dtype))
         with pytest.raises(ValueError, match=f"implementation='triton' cannot run: {message}"):

@@ -162,13 +162,13 @@ def two_warpgroups():
 
 
 @each_implementation
-def test_output_and_gradients(implementation):
+def test_grouped_mlp_output_and_gradients_equal_loops_over_groups(implementation):
     setting = SETTINGS[implementation]
     check(implementation, setting.sizes, inputs(setting))
 
 
 @each_implementation
-def test_several_buffers_give_the_same_bits_as_one(implementation):
+def test_grouped_mlp_of_several_buffers_gives_the_same_bits_as_one(implementation):
     """The results are bitwise equal, however the weights are split into buffers."""
     setting = SETTINGS[implementation]
     cuts = [(0, 5, 3), PLAIN.slots, (1, 7, 0)]
@@ -187,7 +187,7 @@ def test_several_buffers_give_the_same_bits_as_one(implementation):
 
 @each_compiled
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_other_dtypes(implementation, dtype):
+def test_grouped_mlp_is_accurate_in_other_dtypes(implementation, dtype):
     with jax.enable_x64(dtype == "float64"):
         check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
 
@@ -196,7 +196,7 @@ def test_other_dtypes(implementation, dtype):
     "implementation",
     [pytest.param(name, marks=[pytest.mark.long] * (name == "mosaic")) for name in IMPLEMENTATIONS],
 )
-def test_another_dtype_for_the_output(implementation):
+def test_grouped_mlp_gives_the_output_in_another_dtype(implementation):
     setting = SETTINGS[implementation]._replace(dtype="bfloat16")
     setting = setting._replace(slots=(0, setting.groups - 1, 1))
     rows, weights, scale, d_out = inputs(setting)
@@ -219,7 +219,7 @@ def test_another_dtype_for_the_output(implementation):
 
 
 @each_compiled
-def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
+def test_grouped_mlp_runs_every_pattern_of_empty_groups_in_one_compilation(implementation):
     run, arrays = compiled(implementation), inputs()
     check(implementation, PLAIN.sizes, arrays)
     traces = run.traces
@@ -232,7 +232,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-def test_every_pattern_of_empty_groups_in_one_launch(implementation):
+def test_grouped_mlp_runs_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
     width = 64 if implementation == "mosaic" else 16
     # The first buffer has only empty groups.
@@ -244,7 +244,7 @@ def test_every_pattern_of_empty_groups_in_one_launch(implementation):
 @pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("slot", [0, -1])
-def test_one_group_has_all_rows(implementation, slot):
+def test_grouped_mlp_is_accurate_where_one_group_has_all_rows(implementation, slot):
     setting = SETTINGS[implementation]
     check(implementation, np.eye(setting.groups)[slot] * setting.rows, inputs(setting))
 
@@ -252,12 +252,12 @@ def test_one_group_has_all_rows(implementation, slot):
 @each_compiled
 @pytest.mark.parametrize("slot", [0, PLAIN.groups // 2, PLAIN.groups - 1])
 @pytest.mark.parametrize("rows", [512, 1])
-def test_one_group_has_rows(implementation, slot, rows):
+def test_grouped_mlp_is_accurate_where_only_one_group_has_rows(implementation, slot, rows):
     check(implementation, np.eye(PLAIN.groups)[slot] * rows, inputs())
 
 
 @each_implementation
-def test_padding_affects_no_result(implementation):
+def test_grouped_mlp_is_unaffected_by_padding(implementation):
     setting = SETTINGS[implementation]
     none, one = np.zeros(setting.groups, np.int32), np.eye(setting.groups, dtype=np.int32)
     for sizes in (np.array(setting.sizes, np.int32), none, one[-2] * 10, one[-1] * 64):
@@ -275,7 +275,7 @@ def test_padding_affects_no_result(implementation):
 
 @pytest.mark.slow
 @each_implementation
-def test_any_sizes(implementation):
+def test_grouped_mlp_is_accurate_for_any_sizes(implementation):
     setting = SETTINGS[implementation]
     ends = st.lists(st.integers(0, setting.rows), min_size=setting.groups, max_size=setting.groups).map(
         sorted
@@ -291,13 +291,13 @@ def test_any_sizes(implementation):
 
 @each_compiled
 @pytest.mark.parametrize("rows", [0, 1, 40, 100])
-def test_few_rows_and_one_buffer(implementation, rows):
+def test_grouped_mlp_is_accurate_for_few_rows_and_one_buffer(implementation, rows):
     sizes = [rows // 2, 0, rows - rows // 2]
     check(implementation, sizes, inputs(PLAIN._replace(rows=rows, slots=(3,))))
 
 
 @each_compiled
-def test_no_scale_is_a_scale_of_one(implementation):
+def test_grouped_mlp_without_a_scale_has_a_scale_of_one(implementation):
     rows, weights, _, _ = inputs(PLAIN._replace(dtype="bfloat16"))
     run = functools.partial(
         grouped_mlp, rows, weights, jnp.asarray(PLAIN.sizes), implementation=implementation
@@ -307,7 +307,7 @@ def test_no_scale_is_a_scale_of_one(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_inside_shard_map(implementation, shared):
+def test_grouped_mlp_is_accurate_inside_shard_map(implementation, shared):
     """Every device has its own sizes. Weights are either its own, or replicated with their gradient summed."""
     devices = 8
     mesh = jax.make_mesh((devices,), ("rank",), axis_types=(AxisType.Auto,))
@@ -341,7 +341,7 @@ def test_inside_shard_map(implementation, shared):
     assert_close(result, (out, d_rows, d_weights, d_scale))
 
 
-def test_only_the_arguments_are_saved_for_the_backward_pass():
+def test_grouped_mlp_saves_only_its_arguments_for_the_backward_pass():
     *operands, scale, _ = inputs()
     arguments = (*operands, jnp.asarray(PLAIN.sizes, jnp.int32), scale)
     _, pull = jax.vjp(functools.partial(grouped_mlp, implementation="xla"), *arguments)
@@ -349,7 +349,7 @@ def test_only_the_arguments_are_saved_for_the_backward_pass():
     assert stored <= passed
 
 
-def test_xla_repeats_itself_bit_for_bit():
+def test_grouped_mlp_with_xla_repeats_itself_bit_for_bit():
     *operands, scale, d_out = inputs()
     first, second = (
         compiled("xla")(*operands, np.array(PLAIN.sizes, np.int32), scale, d_out) for _ in range(2)
@@ -382,7 +382,7 @@ def test_xla_repeats_itself_bit_for_bit():
         ("cpu", "bfloat16", 64, "xla"),
     ],
 )
-def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, chosen):
+def test_choose_implementation_decides_by_platform_and_shape(monkeypatch, kind, dtype, width, chosen):
     """This assumes that the kernels have passed their check; tests/test_self_check.py tests those that have not."""
     monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind=kind)])
     monkeypatch.setattr("pallas_kernels.implementation.is_trusted", lambda *_: True)
@@ -409,13 +409,13 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
         ("gfx942", "some kind has compute capability gfx942, but NVIDIA's 8.0 or higher is required"),
     ],
 )
-def test_the_compute_capability_decides_for_gpus(capability, reason):
+def test_why_not_ampere_decides_by_the_compute_capability(capability, reason):
     """The capability decides, not the kind. For the description of a device, the kind decides."""
     device = types.SimpleNamespace(device_kind="some kind", compute_capability=capability)
     assert why_not_ampere(device) == reason
 
 
-def test_none_chooses_an_implementation_and_unknown_names_are_rejected():
+def test_grouped_mlp_chooses_an_implementation_and_rejects_unknown_names():
     *operands, _, _ = inputs()
     chosen = grouped_mlp(*operands, jnp.asarray(PLAIN.sizes))
     np.testing.assert_array_equal(
@@ -436,7 +436,7 @@ def test_none_chooses_an_implementation_and_unknown_names_are_rejected():
         (PLAIN._replace(dtype="bfloat16", width=64, hidden=64), "cpu is not a Hopper GPU"),
     ],
 )
-def test_hopper_kernels_say_why_they_cannot_run(setting, message):
+def test_grouped_mlp_says_why_hopper_kernels_cannot_run(setting, message):
     *operands, _, _ = inputs(setting)
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
         grouped_mlp(*operands, jnp.asarray(setting.sizes), implementation="mosaic")
@@ -482,6 +482,6 @@ def arguments(weights=((2, 3, 4, 6), (0, 3, 4, 6), (1, 3, 4, 6)), **changed):
         ({"row_scale": ((7,), "int32")}, r"row_scale: expected floating \[7\] .* found int32\[7\]"),
     ],
 )
-def test_mismatched_operands_are_named(changed, message):
+def test_grouped_mlp_names_mismatched_operands(changed, message):
     with pytest.raises(ValueError, match=message):
         grouped_mlp(**arguments(**changed))

@@ -58,18 +58,18 @@ def check_tiles(sizes, rows, tile):
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(64, 64), (128, 64), (400, 128)])
-def test_every_pattern_of_empty_groups_is_cut_into_tiles(rows, tile):
+def test_walk_tiles_cuts_every_pattern_of_empty_groups(rows, tile):
     sizes = np.random.default_rng(0).multinomial(rows - 7, np.ones(8) / 8, size=len(PATTERNS)) * PATTERNS
     for own in sizes:
         check_tiles(own, rows, tile)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 65, 256])
-def test_one_group_has_all_rows(rows):
+def test_walk_tiles_cuts_all_rows_of_one_group(rows):
     check_tiles([0, rows, 0], 256, 64)
 
 
-def test_blocks_share_the_tiles_of_rows_and_columns():
+def test_walk_tiles_shares_tiles_of_rows_and_columns_among_blocks():
     sizes, shape = jnp.array([3, 0, 130, 64, 1], jnp.int32), {"rows": 208, "tile": 64, "column_tiles": 3}
     alone = np.asarray(visited(sizes, **shape))
     alone = alone[alone[:, 0] >= 0]
@@ -91,7 +91,7 @@ def problems():
     ]
 
 
-def test_tiles_fit_the_shape_and_shared_memory():
+def test_choose_tile_sizes_fits_the_shape_and_shared_memory():
     for problem in problems():
         for tiles in (choose_tile_sizes(problem), *candidate_tile_sizes(problem)):
             assert tiles.width <= problem.output_width
@@ -101,7 +101,7 @@ def test_tiles_fit_the_shape_and_shared_memory():
             assert problem.matrices * tiles.width <= 256
 
 
-def test_widths_need_not_divide_the_output():
+def test_choose_tile_sizes_needs_no_width_that_divides_the_output():
     """Tiles of 64 columns, the only width that divides GPT-OSS's 2,880, would load the rows 45 times."""
     for width in (2880, 1408):
         for matrices, widest in ((1, 256), (2, 128), (0, 256)):
@@ -110,7 +110,7 @@ def test_widths_need_not_divide_the_output():
             assert choose_tile_sizes(problem).width > 64
 
 
-def test_the_heuristic_is_never_slower_than_the_widest_tiles():
+def test_choose_tile_sizes_is_never_slower_than_the_widest_tiles():
     chosen = [
         (
             estimate_cycles(problem, choose_tile_sizes(problem)),
@@ -122,7 +122,7 @@ def test_the_heuristic_is_never_slower_than_the_widest_tiles():
     assert any(cycles < 0.8 * widest for cycles, widest in chosen)
 
 
-def test_clusters_load_less_and_are_chosen_only_by_measurements():
+def test_choose_tile_sizes_leaves_clusters_that_load_less_to_measurements():
     problem = Problem(1, 4096, 1536, 2048, 18)
     by_cluster = {tiles.cluster: tiles for tiles in candidate_tile_sizes(problem) if tiles[:2] == (128, 256)}
     # The products of a step take 1,024 cycles. In that time a block loads 48 KiB alone, and 32 KiB in a cluster.
@@ -131,7 +131,7 @@ def test_clusters_load_less_and_are_chosen_only_by_measurements():
 
 
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
-def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
+def test_choose_tile_sizes_prefers_a_measured_entry(monkeypatch, tmp_path, problem):
     """A table entry applies to expected rows per group up to the next power of two."""
     expected = "output_height" if problem.matrices else "contraction"
     monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
@@ -164,7 +164,7 @@ def test_autotune_runs_the_problems_that_it_tunes():
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_several_buffers_need_no_more_launches_and_are_not_concatenated(monkeypatch, call, matrix, kernels):
+def test_grouped_dot_and_mlp_neither_concatenate_buffers_nor_launch_more(monkeypatch, call, matrix, kernels):
     launches = [mock.Mock(wraps=module.launch) for module in (row_product_kernel, weight_gradient_kernel)]
     monkeypatch.setattr(row_product_kernel, "launch", launches[0])
     monkeypatch.setattr(weight_gradient_kernel, "launch", launches[1])
@@ -187,7 +187,7 @@ def test_several_buffers_need_no_more_launches_and_are_not_concatenated(monkeypa
     assert sum(launch.call_count for launch in launches) == 2 * kernels
 
 
-def test_jit_compiles_once_for_each_number_of_free_multiprocessors():
+def test_leave_multiprocessors_compiles_once_for_each_number():
     result = []
 
     @jax.jit
@@ -202,7 +202,7 @@ def test_jit_compiles_once_for_each_number_of_free_multiprocessors():
     assert result == [132, 116, 1]
 
 
-def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
+def test_leave_multiprocessors_holds_forward_and_backward(monkeypatch):
     grids = []
     kernel = plgpu.kernel
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [-1, 132, True])
-def test_invalid_numbers_of_multiprocessors_are_rejected(count):
+def test_leave_multiprocessors_rejects_invalid_numbers(count):
     with pytest.raises(
         ValueError, match=rf"count={count} must be an integer from 0 to 131: the kernels need"
     ):

@@ -62,7 +62,7 @@ CLUSTER = TileSizes(64, 128, 2, cluster=2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [PARTIAL, CLUSTER], indirect=True)
-def test_products(tiles):
+def test_grouped_dot_is_accurate_with_explicit_tile_sizes(tiles):
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 64, 192), (ROWS, 192))
     sizes = jnp.array(SIZES)
 
@@ -74,7 +74,7 @@ def test_products(tiles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [pytest.param(PARTIAL, marks=pytest.mark.long), CLUSTER], indirect=True)
-def test_mlp(tiles):
+def test_grouped_mlp_is_accurate_with_explicit_tile_sizes(tiles):
     """The row sums of the backward pass must include only columns that exist."""
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 3, 64, 192), (ROWS, 64))
     sizes, scale = jnp.array(SIZES), jnp.linspace(0.5, 1.5, ROWS)
@@ -87,7 +87,7 @@ def test_mlp(tiles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [CLUSTER], indirect=True)
-def test_race_detection_finds_a_block_that_does_not_wait_for_its_partner(tiles, monkeypatch):
+def test_gpu_interpreter_finds_a_block_not_waiting_for_its_partner(tiles, monkeypatch):
     """Race detection reports a block that waits only for its own warpgroups, and not for those of its partner."""
     monkeypatch.setattr(plgpu, "ClusterBarrier", lambda collective_axes, **rest: plgpu.Barrier(**rest))
     # The tile has four steps, and the ring two buffers.
