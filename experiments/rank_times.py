@@ -16,9 +16,10 @@ from jaxtyping import Float, Int
 
 from experiments.interleaving import interleaved
 from pallas_kernels import grouped_mlp
+from relibra_jax.contract.types import Array
 
 
-def quotas_of_ranks(quota: Int[np.ndarray, "M L N G S"]) -> Int[np.ndarray, "stages ranks S"]:
+def quotas_of_ranks(quota: Int[Array, "M L N G S"]) -> Int[np.ndarray, "stages ranks S"]:
     """Return the quotas of a plan by stage and flat rank."""
     return np.asarray(quota).reshape(-1, quota.shape[2] * quota.shape[3], quota.shape[4])
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.aot.checks import BUFFER, CASES, EXCHANGES, Case, Measured, Move, judge
+from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
 from experiments.aot.hlo import Program
 from experiments.aot.migration import Migration, judge_migration
 from experiments.aot.ways import EXPERT
@@ -43,7 +43,7 @@ ENTRY %main (start: (s32[], bf16[8,8])) -> bf16[8,8] {
 TRIPS = '{"known_trip_count":{"n":"5"}}'
 
 
-def test_what_runs_beside_a_collective_and_how_often():
+def test_transfers_know_what_runs_beside_them_and_how_often():
     program = Program.parse(PROGRAM.replace("{TRIPS}", TRIPS))
     push, total = program.transfers()
     assert (push.kind, push.op_name, push.times, push.asynchronous) == (
@@ -56,7 +56,7 @@ def test_what_runs_beside_a_collective_and_how_often():
     assert (total.kind, total.times, total.asynchronous, total.between) == ("all-reduce", 1, False, ())
 
 
-def test_a_loop_of_unknown_length_runs_infinitely_often():
+def test_transfers_in_a_loop_of_unknown_length_run_infinitely_often():
     push, _ = Program.parse(PROGRAM.replace("{TRIPS}", "{}")).transfers()
     assert push.times == float("inf")
 
@@ -70,7 +70,7 @@ def test_a_loop_of_unknown_length_runs_infinitely_often():
         (("  %i = s32[] get", "  %i s32[] get"), "not an HLO instruction: %i s32"),
     ],
 )
-def test_a_text_that_cannot_be_parsed_is_rejected(change, message):
+def test_parse_rejects_a_text_that_is_no_scheduled_program(change, message):
     with pytest.raises(ValueError, match=message):
         list(Program.parse(PROGRAM.replace(*change)).transfers())
 
@@ -96,7 +96,8 @@ SOUND = {
         sent=SENT,
         expected=SENT,
     )
-    for case in CASES
+    for stack in STACKS
+    for case in stack_cases(*stack)
 }
 DEEP = Case(way="auto", scanned=True, layers=8)
 PADDED = replace(DEEP, way="padded")
@@ -129,8 +130,9 @@ PADDED = replace(DEEP, way="padded")
         (PADDED, {"temporary": 106 * BUFFER}, ["temporary memory", "its growth with depth"]),
     ],
 )
-def test_every_requirement_can_fail(case, change, broken):
-    findings = list(judge(SOUND | {case: SOUND[case]._replace(**change)}))
+def test_judge_can_fail_every_requirement(case, change, broken):
+    measured = SOUND | {case: SOUND[case]._replace(**change)}
+    findings = [finding for stack in STACKS for finding in judge(*stack, measured)]
     failed = [finding for finding in findings if finding.good is False]
     assert {finding.program for finding in failed} <= {f"{case.way}, scanned"}
     assert len(failed) == len(broken)
@@ -138,6 +140,6 @@ def test_every_requirement_can_fail(case, change, broken):
         assert finding.requirement.startswith(requirement)
 
 
-def test_a_migration_that_gathers_fails():
+def test_judge_migration_fails_a_migration_that_gathers():
     assert [one.good for one in judge_migration(Migration(1, 0))] == [True, None]
     assert [one.good for one in judge_migration(Migration(1, 5))] == [False, None]

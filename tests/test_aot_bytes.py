@@ -74,11 +74,11 @@ def sent_by(line, scope="dispatch", groups=LOCAL, **trips):
         ("%a = bf16[99,6]{1,0} ragged-all-to-all(%x, %x, %i, %i, %i, %i)", 480),
     ],
 )
-def test_each_kind_sends_its_share(line, sent):
+def test_count_sent_counts_the_share_of_each_kind(line, sent):
     assert sent_by(line) == {("tokens", "local"): sent}
 
 
-def test_an_asynchronous_exchange_counts_once():
+def test_count_sent_counts_an_asynchronous_exchange_once():
     line = (
         "%a = ((bf16[8,6]{1,0}), bf16[8,6]{1,0}) all-to-all-start(%x), dimensions={0}, "
         f'replica_groups={NODE}, metadata={{op_name="step/push_residents/op"}}\n'
@@ -100,18 +100,18 @@ def test_an_asynchronous_exchange_counts_once():
         ("mesh['node'=2,'local'=4] {'node','local'}", ("all", 420)),
     ],
 )
-def test_groups_say_which_network_an_exchange_takes(groups, found):
+def test_count_sent_knows_networks_from_groups(groups, found):
     line = "%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}"
     assert sent_by(line, groups=groups) == {("tokens", found[0]): found[1]}
 
 
 @pytest.mark.parametrize("groups", ["{{0,1},{2,3},{4,5},{6,7}}", "mesh['a'=4] {'a'}", "[4,2]<=[8]"])
-def test_groups_that_match_no_axis_are_rejected(groups):
+def test_count_sent_rejects_groups_that_match_no_axis(groups):
     with pytest.raises(ValueError, match="a: the groups of ranks match no axis of 2 x 4"):
         sent_by("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", groups=groups)
 
 
-def test_a_loop_of_unknown_length_has_no_bytes():
+def test_count_sent_rejects_a_loop_of_unknown_length():
     with pytest.raises(ValueError, match="a runs in a loop of unknown length"):
         sent_by("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", trips="{}")
 
@@ -126,12 +126,12 @@ def test_a_loop_of_unknown_length_has_no_bytes():
         ("attention", "%a = f32[4]{0} all-to-all(%f)", "other"),
     ],
 )
-def test_the_scope_says_what_is_sent(scope, line, what):
+def test_count_sent_knows_contents_from_scopes(scope, line, what):
     found = sent_by(f"%f = f32[4]{{0}} copy(%i)\n  {line}", scope=scope)
     assert [name for name, _ in found] == [what]
 
 
-def test_instructions_inside_layers_are_found():
+def test_look_into_layers_finds_instructions_inside_layers():
     def inside(scope, line="%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}"):
         line = f'{line}, replica_groups={LOCAL}, metadata={{op_name="step/{scope}/op"}}'
         trips = f'{{"known_trip_count":{{"n":"{LAYERS}"}}}}'
@@ -174,7 +174,7 @@ ONE, THREE = BATCHES[1], BATCHES[-1]
         (ONE, {"temporary": 10**9 + MOST_EXTRA + 1}, ["temporary memory of residents"]),
     ],
 )
-def test_every_requirement_of_an_update_can_fail(batch, change, broken):
+def test_judge_batches_can_fail_every_requirement(batch, change, broken):
     findings = list(judge_batches(SOUND | {batch: SOUND[batch]._replace(**change)}))
     failed = [finding for finding in findings if finding.good is False]
     assert {finding.program for finding in failed} <= {batch.name}
@@ -183,7 +183,7 @@ def test_every_requirement_of_an_update_can_fail(batch, change, broken):
         assert finding.requirement.startswith(requirement)
 
 
-def test_expected_bytes_of_a_padded_update():
+def test_expected_sent_counts_a_padded_update():
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=2, resident_slots=1)
     capacities = Capacities(
         rows=0,
@@ -220,7 +220,7 @@ def test_expected_bytes_of_a_padded_update():
 
 
 @pytest.mark.parametrize("fill", [0.6, 1.0])
-def test_cost_model_and_buffers_agree_on_the_bytes_of_a_plan(fill):
+def test_count_traffic_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
     """They are equal where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
     tokens, the buffers also send padding."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=2)

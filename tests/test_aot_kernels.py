@@ -3,13 +3,13 @@
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
 
 
-def test_kernels_are_compiled_for_one_two_and_three_weight_buffers():
+def test_kernel_cases_have_one_two_and_three_weight_buffers():
     for part in KERNELS:
         assert {len(case.slots) for case in KERNEL_CASES if case.part == part} == {1, 2, 3}
     assert len({(case.name, case.part) for case in KERNEL_CASES}) == len(KERNEL_CASES)
 
 
-def test_a_kernel_that_does_not_compile_fails():
+def test_judge_kernels_fails_a_kernel_that_does_not_compile():
     clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
     cases = [case for case in KERNEL_CASES if case.sound]
     sound = {case: Compiled(KERNELS[case.part], 0, clean * KERNELS[case.part]) for case in cases}
@@ -36,7 +36,7 @@ def test_a_kernel_that_does_not_compile_fails():
     ]
 
 
-def test_bad_tiles_must_be_rejected():
+def test_judge_kernels_requires_bad_tiles_to_be_rejected():
     bad = [case for case in KERNEL_CASES if not case.sound]
     assert {case.part for case in bad} == {"mlp", "products"}
     clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"

@@ -11,7 +11,7 @@ KERNEL = (
 )
 
 
-def test_kernels_are_found_in_and_out_of_fusions():
+def test_read_pulls_finds_kernels_in_and_out_of_fusions():
     text = "\n".join(
         [
             "%dynamic-slice-fusion.3 (p0: bf16[2,64,128]) -> (bf16[2,64,128], s32[32]) {",
@@ -50,7 +50,7 @@ SOUND = Remote(
         ({"assembled": []}, ["the kernel spills"]),
     ],
 )
-def test_every_requirement_can_fail(change, broken):
+def test_judge_remote_can_fail_every_requirement(change, broken):
     failed = [finding for finding in judge_remote(SOUND._replace(**change)) if finding.good is False]
     assert len(failed) == len(broken)
     for finding, requirement in zip(failed, broken, strict=True):

@@ -23,14 +23,14 @@ LAUNCHES = """004: kCustomKernel loop_compare_fusion grid: [3, 1, 1] threads: [1
 """
 
 
-def test_the_compiler_output_is_parsed():
+def test_read_kernels_parses_the_output_of_the_compiler():
     assert read_kernels(ASSEMBLED, LAUNCHES) == {
         "grouped_row_product": Kernel(255, 184, 49152),
         "grouped_weight_gradient__1": Kernel(208, 0, 32768),
     }
 
 
-def test_every_family_is_compiled_for_and_chooses_these_kernels():
+def test_triton_cases_have_every_family_which_chooses_these_kernels():
     assert {case.gpu for case in TRITON_CASES} == set(GPUS)
     assert {len(case.copies) for case in TRITON_CASES} == {1, 2}
     for gpu in GPUS.values():
@@ -39,7 +39,7 @@ def test_every_family_is_compiled_for_and_chooses_these_kernels():
         assert why_not_ampere(described) is None
 
 
-def test_kernels_that_do_not_fit_fail():
+def test_judge_triton_fails_kernels_that_do_not_fit():
     kernels = {str(number): Kernel(255, 64, 99 * 1024) for number in range(sum(KERNELS.values()))}
     assert all(finding.good for finding in judge_triton(dict.fromkeys(TRITON_CASES, kernels)))
     some = dict(list(kernels.items())[1:])

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from experiments.gpu_day import group_sizes, operations
-from experiments.gpu_day.child import run_function
-from experiments.gpu_day.facts import facts_of
 from experiments.gpu_day.report import OPERATIONS
-from experiments.gpu_day.steps import all_steps, hopper_checks
+from experiments.gpu_day.steps import day_steps, hopper_checks
+from experiments.ladder.child import run_function
+from experiments.ladder.facts import facts_of
 from pallas_kernels.compare import NORM_LIMIT, check_close
 from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
 from relibra_jax.contract.types import Topology
 
 
-def test_sizes_keep_proportions():
+def test_scaled_sizes_keep_proportions():
     quota = np.array([5, 0, 10, 1])
     sizes = group_sizes.scaled_sizes(quota, 256)
     assert 1020 <= sizes.sum() <= 1024
@@ -35,7 +35,7 @@ def rehearse(step, capsys):
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     """Return all steps by name, after making their plan."""
-    commands = all_steps(str(tmp_path_factory.mktemp("day")), None)
+    commands = day_steps(str(tmp_path_factory.mktemp("day")), None)
     steps = {step.name: step for command in commands.values() for step in command}
     run_function(steps["plan"].function, list(steps["plan"].arguments), rehearsal=True)
     return steps
@@ -50,7 +50,7 @@ CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in 
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in CHECKS],
 )
-def test_every_check_is_rehearsed(steps, name, capsys):
+def test_right_rehearses_every_check(steps, name, capsys):
     facts_of_step = rehearse(steps[name], capsys)
     assert facts_of_step
     assert all(facts["norm"] <= NORM_LIMIT for facts in facts_of_step if "norm" in facts)
@@ -58,7 +58,7 @@ def test_every_check_is_rehearsed(steps, name, capsys):
 
 
 @pytest.mark.slow
-def test_speeds_are_rehearsed(steps, capsys):
+def test_speed_is_rehearsed(steps, capsys):
     lines = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
     timed = [facts for facts in lines if "milliseconds" in facts]
     product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
@@ -78,7 +78,7 @@ def test_speeds_are_rehearsed(steps, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_and_their_layer_are_rehearsed(steps, capsys):
+def test_why_rehearses_stragglers_and_the_layer(steps, capsys):
     of_planners = {facts["planner"]: facts for facts in rehearse(steps["stragglers"], capsys)}
     assert list(of_planners) == ["static", "eplb", "relibra", "balanced"]
     assert of_planners["relibra"]["imbalance_of_rows"] < of_planners["static"]["imbalance_of_rows"]
@@ -89,7 +89,7 @@ def test_ranks_and_their_layer_are_rehearsed(steps, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_layer_of_the_smoke_test_is_rehearsed(devices, capsys):
+def test_check_group_is_rehearsed(devices, capsys):
     run_function("experiments.gpu_day.group_layer:check_group", [devices, "padded"], rehearsal=True)
     (facts,) = [facts for line in capsys.readouterr().out.splitlines() if (facts := facts_of(line))]
     assert facts["norm"] <= NORM_LIMIT
@@ -97,19 +97,19 @@ def test_the_layer_of_the_smoke_test_is_rehearsed(devices, capsys):
     assert (facts["replicas"] > 0) == (devices > 1)
 
 
-def test_too_few_devices_are_rejected():
+def test_check_group_rejects_too_few_devices():
     with pytest.raises(ValueError, match="9 devices are needed, but there are 8"):
         run_function("experiments.gpu_day.group_layer:check_group", [9, "padded"], rehearsal=True)
 
 
 @pytest.mark.slow
-def test_tuning_is_rehearsed(steps, capsys):
+def test_tune_model_is_rehearsed(steps, capsys):
     lines = rehearse(steps["tuning"], capsys)
     assert {facts["problem"].split("-")[0] for facts in lines} == {"0", "1", "2"}
     assert all(facts["candidates"] > 1 for facts in lines)
 
 
-def test_operands_are_what_the_kernels_take():
+def test_operand_sets_are_what_the_kernels_take():
     for sets in (
         operations.operand_sets((64, 128), 16, 4, 128),
         operations.operand_sets((3, 64, 128), 16, 4, 64),
@@ -119,7 +119,7 @@ def test_operands_are_what_the_kernels_take():
         assert sets[0].dense[0].shape == (64, 128)
 
 
-def test_sizes_come_from_the_rank_with_most_copies():
+def test_planned_sizes_come_from_the_rank_with_most_copies():
     """The second layer of the second rank has the rows in replica slots, in two layers of one micro-batch."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
@@ -129,7 +129,7 @@ def test_sizes_come_from_the_rank_with_most_copies():
     np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
 
 
-def test_patterns_are_checked_for_small_and_for_large_tiles():
+def test_hopper_checks_have_patterns_for_small_and_for_large_tiles():
     patterns = [step.arguments for step in hopper_checks() if step.name.startswith("patterns")]
     high, wide = zip(
         *(
@@ -153,7 +153,7 @@ def test_check_close_rejects_wrong_results():
         check_close("a row that the norm does not show", one_row, np.ones((4096, 8)))
 
 
-def test_flops_and_bytes_of_each_operation():
+def test_operations_count_flops_and_bytes():
     sizes = np.array([3, 0, 8], np.int32)
     counted = {
         one.name: (one.flops(sizes), one.bytes(sizes))

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gpu_day import ladder
 from experiments.gpu_day.__main__ import main
-from experiments.gpu_day.ladder import Record, Step, read_record, run_ladder
 from experiments.gpu_day.report import report
-from experiments.gpu_day.steps import SPEEDS, all_steps
-from experiments.gpu_smoke import smoke_steps
+from experiments.gpu_day.steps import SPEEDS, day_steps, smoke_steps
+from experiments.ladder.record import Record, read_record
+from experiments.ladder.steps import Step, run_ladder
 
 STEPS = "support.ladder_steps:"
 COUNT, FAIL = Step("count", STEPS + "count_up", (2,)), Step("fail", STEPS + "fail")
@@ -28,7 +27,7 @@ def states(record):
     return [(line["step"], line["state"]) for line in read_record(record.path) if "state" in line]
 
 
-def test_results_of_steps_are_kept_however_they_end(tmp_path):
+def test_run_ladder_keeps_results_of_steps_however_they_end(tmp_path):
     record = Record(tmp_path / "results" / "day.jsonl")
     outcomes = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
     assert outcomes == {"count": "passed", "hang": "hung", "fail": "failed"}
@@ -41,13 +40,13 @@ def test_results_of_steps_are_kept_however_they_end(tmp_path):
     assert failed["tail"].endswith("ValueError: the rows are wrong\n")
 
 
-def test_a_step_that_has_passed_is_not_run_again_while_the_code_is_the_same(tmp_path, monkeypatch):
+def test_run_ladder_repeats_no_passed_step_while_the_code_is_the_same(tmp_path, monkeypatch):
     path = tmp_path / "day.jsonl"
     assert run_ladder((COUNT, FAIL), Record(path), seconds=300.0) == {"count": "passed", "fail": "failed"}
     again = run_ladder((COUNT, FAIL), Record(path), seconds=300.0)
     assert again == {"count": "passed before", "fail": "failed"}
     assert run_ladder((COUNT,), Record(path, rehearsal=True), seconds=300.0) == {"count": "passed"}
-    monkeypatch.setattr(ladder, "source_digest", lambda: "another")
+    monkeypatch.setattr("experiments.ladder.record.source_digest", lambda: "another")
     assert run_ladder((COUNT,), Record(path), seconds=300.0) == {"count": "passed"}
     assert states(Record(path)) == [
         *[("count", "passed"), ("fail", "failed")],
@@ -55,7 +54,7 @@ def test_a_step_that_has_passed_is_not_run_again_while_the_code_is_the_same(tmp_
     ]
 
 
-def test_a_step_is_skipped_without_its_needs_or_enough_time(tmp_path):
+def test_run_ladder_skips_a_step_without_its_needs_or_enough_time(tmp_path):
     needy, slow = (
         COUNT._replace(name="needy", needs=("fail", "count")),
         COUNT._replace(name="slow", seconds=400),
@@ -65,7 +64,17 @@ def test_a_step_is_skipped_without_its_needs_or_enough_time(tmp_path):
     assert outcomes["slow"].startswith("skipped: its limit is 400 s, but only ")
 
 
-def test_a_step_leaves_no_process_behind(tmp_path):
+def test_run_ladder_runs_several_steps_at_the_same_time(tmp_path):
+    record = Record(tmp_path / "day.jsonl")
+    steps = [COUNT._replace(name=f"count {number}") for number in range(4)]
+    outcomes = run_ladder([*steps, FAIL], record, seconds=300.0, workers=3)
+    assert outcomes == {**{step.name: "passed" for step in steps}, "fail": "failed"}
+    assert sum("number" in line for line in read_record(record.path)) == 8
+    with pytest.raises(ValueError, match="steps that need others run one after the other"):
+        run_ladder([COUNT._replace(needs=("fail",))], record, seconds=300.0, workers=2)
+
+
+def test_run_ladder_leaves_no_process_of_a_step_behind(tmp_path):
     record = Record(tmp_path / "day.jsonl")
     assert run_ladder((LEAVE,), record, seconds=300.0) == {"leave": "passed"}
     child = read_record(record.path)[0]["child"]
@@ -73,7 +82,7 @@ def test_a_step_leaves_no_process_behind(tmp_path):
     assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
 
 
-def test_an_incomplete_line_is_the_only_one_lost(tmp_path):
+def test_record_loses_an_incomplete_line_alone(tmp_path):
     record = Record(tmp_path / "day.jsonl")
     record.add(step="count", state="passed", source=record.source)
     with record.path.open("a") as file:
@@ -85,8 +94,8 @@ def test_an_incomplete_line_is_the_only_one_lost(tmp_path):
     assert Record(record.path).passed() == {"count"}
 
 
-def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
-    commands = all_steps("folder", None)
+def test_day_steps_fit_ten_minutes_and_speeds_wait_for_checks():
+    commands = day_steps("folder", None)
     assert list(commands) == ["right", "speed", "why"]
     checks = {step.name for step in commands["right"]} - {"environment", "JAX's example", "self-check"}
     for command in ("speed", "why"):
@@ -96,7 +105,7 @@ def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
     assert all(step.seconds <= 9.5 * 60 for steps in commands.values() for step in steps)
 
 
-def test_the_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
+def test_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
     record = tmp_path / "day.jsonl"
     assert main(["report", "--record", str(record)]) == 0
     output = capsys.readouterr().out
@@ -105,7 +114,7 @@ def test_the_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys)
         assert f"| {model} | {rows:,} |  |  |  |  |  |\n" in output
 
 
-def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
+def test_report_shows_the_last_run_of_a_step_and_no_rehearsal():
     model, rows = SPEEDS[0]
     step = f"speed of {model}, {rows} rows"
 
@@ -128,7 +137,7 @@ def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
     assert "| ms |  |  | 2.00 |  |\n" in text
 
 
-def test_the_smoke_test_fits_the_devices():
+def test_smoke_steps_fit_the_devices():
     def layers(devices, rehearsal=False):
         return [step.arguments for step in smoke_steps(devices, rehearsal=rehearsal) if step.arguments]
 
@@ -138,14 +147,14 @@ def test_the_smoke_test_fits_the_devices():
     assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
 
 
-def test_invalid_arguments_are_rejected(capsys):
-    for arguments in (["fast", "--record", "x"], ["right"], ["right", "--record", "x", "--minutes", "soon"]):
+def test_gpu_day_rejects_invalid_arguments(capsys):
+    for arguments in (["fast"], [], ["right", "--minutes", "soon"]):
         with pytest.raises(SystemExit):
             main(arguments)
         assert "error: " in capsys.readouterr().err
 
 
-def test_the_record_is_json_lines(tmp_path):
+def test_record_is_json_lines(tmp_path):
     record = Record(tmp_path / "day.jsonl", rehearsal=True)
     record.add(step="count", number=1)
     assert [json.loads(line) for line in record.path.read_text().splitlines()] == [

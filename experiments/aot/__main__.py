@@ -12,76 +12,83 @@ It compiles these programs:
 - layers on one node of 8 ranks whose replicas a kernel pulls;
 - the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family.
 
+Each group of programs is a step of a ladder, a process with a time limit; two to four run at the same time. Findings go
+to ``out/aot.jsonl`` immediately.
+
 No GPU is needed or used. The checks cover schedules, buffers, bytes and the assembler's report on the kernels. They do
 not show that ragged exchanges and kernels compute correct results. ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels, migration, remote, triton_kernels, update_checks
+from experiments.aot.checks import STACKS, stack_name
+from experiments.aot.gpus import GPUS
+from experiments.ladder.record import Record, read_record
+from experiments.ladder.steps import Step, run_ladder
+from pallas_kernels.hopper.tile_sizes import MODELS
+
+RECORD: Final = Path("out/aot.jsonl")
+STEP_SECONDS: Final = 1200
+"""The time limit of a step, several times what one takes on two cores."""
+
+
+def aot_steps() -> list[Step]:
+    """Return the steps, those that take longest first."""
+
+    def step(name: str, function: str, *arguments: str | bool) -> Step:
+        return Step(name, f"experiments.aot.{function}", arguments, STEP_SECONDS, on_cpu=True)
+
+    return [
+        *(step(stack_name(*stack), "checks:check_stack", *stack) for stack in STACKS),
+        *(
+            step(f"updates, {way}", "update_checks:check_updates", way)
+            for way in ("auto", "hierarchical padded")
+        ),
+        step("remote fetch", "remote:check_remote"),
+        *(step(f"Hopper kernels, {model}", "kernels:check_kernels", model) for model in MODELS),
+        *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in GPUS),
+        step("migration", "migration:check_migration"),
+    ]
 
 
 def main() -> int:
-    """Compile all programs in parallel, and print a table of the checks.
+    """Run all steps, and print a table of the checks.
 
     Returns:
         The exit status: 0, or 1 if a check failed.
     """
     start = time.monotonic()
-    # The workers inherit this and do not use a GPU of this machine.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA mostly uses one core for a program; the largest programs start first.
-    stacks = sorted(checks.CASES, key=lambda case: (case.scanned, -case.layers, -case.replica_slots))
-    context = multiprocessing.get_context("spawn")
+    RECORD.unlink(missing_ok=True)
+    steps = aot_steps()
+    # XLA mostly uses one core for a program.
     workers = min(len(os.sched_getaffinity(0)), 4)
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-
-        def submit(function: Callable[[Any], Any], cases: Iterable[Any]) -> dict[Any, Future]:
-            return {case: pool.submit(function, case) for case in cases}
-
-        update_jobs = submit(update_checks.measure_batch, update_checks.BATCHES)
-        stack_jobs = submit(checks.measure, stacks)
-        migration_job, remote_job = (
-            pool.submit(migration.measure_migration),
-            pool.submit(remote.measure_remote),
-        )
-        kernel_jobs = submit(kernels.compile_kernels, kernels.KERNEL_CASES)
-        triton_jobs = submit(triton_kernels.compile_triton, triton_kernels.TRITON_CASES)
-        findings = [
-            *checks.judge(_results(stack_jobs)),
-            *update_checks.judge_batches(_results(update_jobs)),
-            *migration.judge_migration(migration_job.result()),
-            *remote.judge_remote(remote_job.result()),
-            *kernels.judge_kernels(_results(kernel_jobs)),
-            *triton_kernels.judge_triton(_results(triton_jobs)),
-        ]
+    outcomes = run_ladder(
+        steps, Record(RECORD), seconds=len(steps) * STEP_SECONDS, workers=workers, echo=False
+    )
+    findings = [line for line in read_record(RECORD) if "requirement" in line]
     table = Table(
         "program", "required property", "measured", "", title="Programs compiled for 2 nodes x 4 H100"
     )
-    for finding in findings:
-        verdict = {True: "[green]ok", False: "[red]FAILED", None: "no check"}[finding.good]
-        table.add_row(finding.program, finding.requirement, finding.result, verdict)
+    for step in steps:
+        for finding in (line for line in findings if line["step"] == step.name):
+            verdict = {True: "[green]ok", False: "[red]FAILED", None: "no check"}[finding["good"]]
+            table.add_row(finding["program"], finding["requirement"], finding["result"], verdict)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
-    failed = sum(finding.good is False for finding in findings)
-    # The other four programs: one migrates experts, and three fetch replicas with or without a kernel.
-    programs = 4 + sum(map(len, (update_jobs, stack_jobs, kernel_jobs, triton_jobs)))
+    failed = sum(finding["good"] is False for finding in findings)
+    ended = [name for name, outcome in outcomes.items() if outcome != "passed"]
     seconds = time.monotonic() - start
-    console.print(f"{programs} programs in {seconds:.0f} s, {failed} of {len(findings)} checks failed")
-    return 1 if failed else 0
-
-
-def _results(futures: dict[Any, Future]) -> dict[Any, Any]:
-    return {case: future.result() for case, future in futures.items()}
+    console.print(f"{len(steps)} steps in {seconds:.0f} s, {failed} of {len(findings)} checks failed")
+    if ended:
+        console.print(f"not passed: {', '.join(ended)}; {RECORD} has their output")
+    return 1 if ended else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple
 
 from experiments.aot.bytes import Sent, count_sent, group_axes, sent_bytes, transfer_content
 from experiments.aot.expected_bytes import expected_sent
-from experiments.aot.findings import Finding, judge_bytes, read_compiled
+from experiments.aot.findings import Finding, judge_bytes, print_findings, read_compiled
 from experiments.aot.hlo import Transfer
 from experiments.aot.stack import compile_step
 from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
@@ -17,7 +17,7 @@ type Phase = Literal["fetch", "refetch", "return"]
 DEPTHS: Final = (2, 8)
 BUFFER: Final = TOPOLOGY.replica_slots * EXPERT * 2
 """The bytes of a replica buffer, which has the replicas of one rank and layer in bfloat16."""
-STACKS: Final[tuple[tuple[Way, bool], ...]] = (("auto", True), ("auto", False), ("padded", True))
+STACKS: Final[tuple[tuple[Way, bool], ...]] = (("auto", False), ("auto", True), ("padded", True))
 """The compiled stacks: exchange settings and whether they are scanned. Nobody unrolls padded stacks in practice."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 1, "padded": 2}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
@@ -39,7 +39,7 @@ class Case:
     @property
     def stack(self) -> str:
         """The name of the stack of which it is a variant."""
-        return f"{self.way}, {'scanned' if self.scanned else 'unrolled'}"
+        return stack_name(self.way, self.scanned)
 
 
 class Move(NamedTuple):
@@ -76,12 +76,23 @@ class Measured(NamedTuple):
     """The bytes that a device should send."""
 
 
-CASES: Final = [
-    Case(way=way, scanned=scanned, layers=layers, replica_slots=slots)
-    for way, scanned in STACKS
-    for layers in DEPTHS
-    for slots in (0, TOPOLOGY.replica_slots)
-]
+def stack_name(way: Way, scanned: bool) -> str:
+    """Return the name of a stack."""
+    return f"{way}, {'scanned' if scanned else 'unrolled'}"
+
+
+def stack_cases(way: Way, scanned: bool) -> list[Case]:
+    """Return the programs of a stack: shallow and deep, with and without replica slots."""
+    return [
+        Case(way=way, scanned=scanned, layers=layers, replica_slots=slots)
+        for layers in DEPTHS
+        for slots in (0, TOPOLOGY.replica_slots)
+    ]
+
+
+def check_stack(way: Way, scanned: bool) -> None:
+    """Compile and check the programs of a stack."""
+    print_findings(judge(way, scanned, {case: measure(case) for case in stack_cases(way, scanned)}))
 
 
 def measure(case: Case) -> Measured:
@@ -113,17 +124,18 @@ def measure(case: Case) -> Measured:
     return Measured(temporary, moves, gathered, sent, expected_sent(MODEL, parallel, layers=case.layers))
 
 
-def judge(measured: Mapping[Case, Measured]) -> Iterator[Finding]:
-    """Check the programs of all cases.
+def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterator[Finding]:
+    """Check the programs of a stack.
 
     Args:
-        measured: the measurements of every case.
+        way: the exchange settings of the stack.
+        scanned: whether the stack is scanned.
+        measured: the measurements of the stack's cases.
     """
-    for way, scanned in STACKS:
-        deepest = Case(way=way, scanned=scanned, layers=DEPTHS[-1])
-        yield from _judge_moves(deepest, measured[deepest])
-        yield judge_bytes(deepest.stack, measured[deepest].sent, measured[deepest].expected)
-        yield from _judge_memory(deepest, measured)
+    deepest = Case(way=way, scanned=scanned, layers=DEPTHS[-1])
+    yield from _judge_moves(deepest, measured[deepest])
+    yield judge_bytes(deepest.stack, measured[deepest].sent, measured[deepest].expected)
+    yield from _judge_memory(deepest, measured)
 
 
 def _judge_moves(case: Case, measured: Measured) -> Iterator[Finding]:

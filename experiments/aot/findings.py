@@ -1,11 +1,13 @@
 """The parts that all checks of compiled programs share: reading a program, and a line of the table."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 
 from experiments.aot.bytes import Sent
 from experiments.aot.hlo import Program
+from experiments.ladder.facts import print_facts
 
 
 class Finding(NamedTuple):
@@ -19,6 +21,19 @@ class Finding(NamedTuple):
     """The measured value of the property."""
     good: bool | None
     """Whether the program has the property; None if the value is only reported."""
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print the findings of a step as its results.
+
+    Raises:
+        ValueError: if a program lacks a property.
+    """
+    found = list(findings)
+    for finding in found:
+        print_facts(**finding._asdict())
+    if failed := sum(finding.good is False for finding in found):
+        raise ValueError(f"{failed} of {len(found)} checks failed")
 
 
 def read_compiled(compiled: jax.stages.Compiled) -> tuple[Program, int]:

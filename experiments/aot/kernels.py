@@ -23,7 +23,7 @@ from unittest import mock
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot.findings import Finding
+from experiments.aot.findings import Finding, print_findings
 from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
 from pallas_kernels.grouped_dot import mosaic as grouped_dot_mosaic
@@ -104,6 +104,13 @@ class Compiled(NamedTuple):
     """The bytes of its temporary buffers."""
     assembled: str
     """The text that ptxas printed."""
+
+
+def check_kernels(model: str) -> None:
+    """Compile and check the kernels at the shapes of a model."""
+    print_findings(
+        judge_kernels({case: compile_kernels(case) for case in KERNEL_CASES if case.model == model})
+    )
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot.findings import Finding, read_compiled
+from experiments.aot.findings import Finding, print_findings, read_compiled
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY
 from relibra_jax.execution.mesh import RANKS
@@ -24,6 +24,11 @@ class Migration(NamedTuple):
     """The temporary memory in bytes."""
     gathered: int
     """The number of elements of its largest all-gather."""
+
+
+def check_migration() -> None:
+    """Compile and check the program."""
+    print_findings(judge_migration(measure_migration()))
 
 
 def measure_migration() -> Migration:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from experiments.aot.bytes import count_sent, transfer_content
 from experiments.aot.checks import BUFFER, phase_of
 from experiments.aot.expected_bytes import expected_sent
-from experiments.aot.findings import Finding, read_compiled
+from experiments.aot.findings import Finding, print_findings, read_compiled
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.kernels import with_ptxas
 from experiments.aot.stack import compile_step, input_shapes, parameter_shapes
@@ -49,6 +49,11 @@ class Remote(NamedTuple):
     """The counted bytes of experts and their gradients that a device sends in exchanges."""
     expected: int
     """The bytes that it should send."""
+
+
+def check_remote() -> None:
+    """Compile and check the program."""
+    print_findings(judge_remote(measure_remote()))
 
 
 def measure_remote() -> Remote:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from experiments.aot.findings import Finding
+from experiments.aot.findings import Finding, print_findings
 from experiments.aot.gpus import GPUS, KIB
 from experiments.aot.kernels import KERNELS, MOST_SPILLED
 from pallas_kernels.hopper.tile_sizes import REPLICAS
@@ -53,6 +53,11 @@ class Kernel(NamedTuple):
     """The bytes that a thread spills to memory."""
     shared: int
     """The bytes of shared memory of a block."""
+
+
+def check_triton(gpu: str) -> None:
+    """Compile and check the Triton kernels for a GPU."""
+    print_findings(judge_triton({case: compile_triton(case) for case in TRITON_CASES if case.gpu == gpu}))
 
 
 def compile_triton(case: TritonCase) -> dict[str, Kernel] | str:

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from experiments.aot.bytes import Sent, count_sent, transfer_content
 from experiments.aot.expected_bytes import expected_sent
-from experiments.aot.findings import Finding, judge_bytes, read_compiled
+from experiments.aot.findings import Finding, judge_bytes, print_findings, read_compiled
 from experiments.aot.hlo import Program
 from experiments.aot.update import compile_updates
 from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
@@ -77,6 +77,11 @@ class MeasuredBatch(NamedTuple):
     """The counted bytes that a device sends."""
     expected: Sent
     """The bytes that it should send."""
+
+
+def check_updates(way: Way) -> None:
+    """Compile and check the programs of a way."""
+    print_findings(judge_batches({batch: measure_batch(batch) for batch in BATCHES if batch.way == way}))
 
 
 def measure_batch(batch: Batch) -> MeasuredBatch:

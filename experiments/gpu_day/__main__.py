@@ -1,9 +1,10 @@
-"""``python -m experiments.gpu_day COMMAND``: the first day on a GPU, in three commands of at most ten minutes each.
+"""``python -m experiments.gpu_day COMMAND``: the first day on a GPU, in commands of at most ten minutes each.
 
-    python -m experiments.gpu_day right --record FOLDER/day.jsonl    # check that the kernels are correct
-    python -m experiments.gpu_day speed --record FOLDER/day.jsonl    # measure throughput, compared with baselines
-    python -m experiments.gpu_day why --record FOLDER/day.jsonl      # stragglers, a layer rank by rank, tile sizes
-    python -m experiments.gpu_day report --record FOLDER/day.jsonl   # print the results as tables
+    python -m experiments.gpu_day smoke     # test the GPUs of this host, in about two minutes
+    python -m experiments.gpu_day right     # check that the kernels are correct
+    python -m experiments.gpu_day speed     # measure throughput, compared with baselines
+    python -m experiments.gpu_day why       # stragglers, a layer rank by rank, tile sizes
+    python -m experiments.gpu_day report    # print the results as tables
 
 Every step runs in its own process, which is killed at the step's time limit. Results are appended to the record
 immediately. A command continues where the record ends: it does not repeat a step that has passed with the same code.
@@ -17,11 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from experiments.gpu_day.ladder import Record, read_record, run_ladder
-from experiments.gpu_day.steps import COMMANDS, all_steps
+from experiments.gpu_day.steps import COMMANDS, count_devices, day_steps, smoke_steps
+from experiments.ladder.record import Record, read_record
+from experiments.ladder.steps import Step, run_ladder
 
 MINUTES: Final = 9.5
 """The default time limit of a command, in minutes."""
+RECORD: Final = Path("out/gpu_day/day.jsonl")
+"""The default record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,13 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(report(read_record(options.record)))
         return 0
-    steps = all_steps(str(options.record.parent), options.trace)
-    chosen = [steps["right"][1]] if options.command == "plan" else steps[options.command]
-    outcomes = run_ladder(chosen, record, seconds=60 * options.minutes)
+    outcomes = run_ladder(_steps(options), record, seconds=60 * options.minutes)
     missing = [name for name, outcome in outcomes.items() if not outcome.startswith("passed")]
     if missing:
         print(f"not passed: {', '.join(missing)}; run the same command to try them again", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _steps(options: argparse.Namespace) -> Sequence[Step]:
+    if options.command == "smoke":
+        devices = 2 if options.rehearse else count_devices()
+        return smoke_steps(devices, rehearsal=options.rehearse)
+    steps = day_steps(str(options.record.parent), options.trace)
+    return [steps["right"][1]] if options.command == "plan" else steps[options.command]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     command_help = "; ".join(f"{name}: {question}" for name, question in COMMANDS.items())
     parser.add_argument("command", choices=(*COMMANDS, "plan", "report"), help=command_help)
     parser.add_argument(
-        "--record", type=Path, required=True, help="file to which results are appended, in JSON lines"
+        "--record",
+        type=Path,
+        default=RECORD,
+        help=f"file to which results are appended, in JSON lines (default: {RECORD})",
     )
     parser.add_argument(
         "--trace", help="name or path of the trace to plan (default: the trace in this project)"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-from experiments.gpu_day.facts import print_facts
+from experiments.ladder.facts import print_facts
 
 type Product = Literal["forward", "input gradient", "weight gradient"]
 """A grouped product, by name."""

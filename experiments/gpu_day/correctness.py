@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from experiments.gpu_day.facts import print_facts
+from experiments.ladder.facts import print_facts
 from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.grouped_mlp.swiglu import swiglu
@@ -113,7 +113,7 @@ def interpreter(rehearsal: bool) -> Iterator[None]:
         yield
 
 
-def describe_machine(*, rehearsal: bool) -> None:
+def describe_machine(*, rehearsal: bool = False) -> None:
     """Report the device, driver, clocks and versions.
 
     Raises:
@@ -138,7 +138,7 @@ def describe_machine(*, rehearsal: bool) -> None:
         raise ValueError(f"the device {device.device_kind} is not a GPU")
 
 
-def check_jax_example(*, rehearsal: bool) -> None:
+def check_jax_example(*, rehearsal: bool = False) -> None:
     """Check that Mosaic kernels work on this machine at all, by comparing one of JAX's with `jax.lax.ragged_dot`."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -156,7 +156,7 @@ def check_jax_example(*, rehearsal: bool) -> None:
     print_facts(**check_close("JAX's example", result, jax.lax.ragged_dot(x, weights, sizes))._asdict())
 
 
-def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: bool) -> None:
+def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: bool = False) -> None:
     """Check the row product for one tile height, plain or transposed weights, and clusters of one or two blocks."""
     case = ProductCase(Sizes.of(rehearsal))
 
@@ -186,7 +186,7 @@ def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: boo
         print_facts(groups=name, **error._asdict(), seconds=seconds)
 
 
-def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None:
+def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool = False) -> None:
     """Check the weight gradient for one tile height and clusters of one or two blocks."""
     case = ProductCase(Sizes.of(rehearsal))
     slots = tuple(len(buffer) for buffer in case.buffers)
@@ -207,7 +207,7 @@ def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None
         print_facts(groups=name, **check_close(f"{name} groups", result, np.stack(expected))._asdict())
 
 
-def check_gate_up(*, rehearsal: bool) -> None:
+def check_gate_up(*, rehearsal: bool = False) -> None:
     """Check the product with gate and up in one sweep and SwiGLU fused."""
     case = ProductCase(Sizes.of(rehearsal), matrices=2)
     split = case.split("uneven")
@@ -246,7 +246,7 @@ def _with_gradients(implementation: str, rehearsal: bool) -> Callable[..., dict[
     return in_context
 
 
-def check_mlp(*, rehearsal: bool) -> None:
+def check_mlp(*, rehearsal: bool = False) -> None:
     """Check the grouped MLP and all its gradients against blocked XLA."""
     operands = _mlp_operands(rehearsal)
     result, expected = (_with_gradients(name, rehearsal)(*operands) for name in ("mosaic", "xla"))
@@ -254,7 +254,7 @@ def check_mlp(*, rehearsal: bool) -> None:
         print_facts(array=name, **check_close(name, array, expected[name])._asdict())
 
 
-def check_repeats(*, rehearsal: bool) -> None:
+def check_repeats(*, rehearsal: bool = False) -> None:
     """Check that the MLP and its gradients have the same bits in every run.
 
     The kernels use no atomic additions, so a difference would be a race.
@@ -272,7 +272,7 @@ def check_repeats(*, rehearsal: bool) -> None:
         raise ValueError(f"{differing_runs} of {runs} runs differ from the first run in some bit")
 
 
-def check_chosen(*, rehearsal: bool) -> None:
+def check_chosen(*, rehearsal: bool = False) -> None:
     """Run the self-check of all implementations, and report which one ``implementation=None`` chooses.
 
     Raises:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.contenders import Samples, plan_contender
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.timing import median_seconds
+from experiments.ladder.facts import print_facts
 from experiments.layer_gradients import layer_gradients
 from pallas_kernels.compare import check_close
 from pallas_kernels.implementation import why_not_hopper
@@ -26,7 +26,7 @@ from relibra_jax.planning.sample_packing import pack_samples
 TOP_K, SAMPLES_PER_RANK = 2, 4
 
 
-def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
+def check_group(devices: int, exchange: str, *, rehearsal: bool = False) -> None:
     """Check one layer with replicas over the first devices of this host, under a ReLibra plan.
 
     Args:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu_day.correctness import interpreter
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.operations import random_array
+from experiments.ladder.facts import print_facts
 from pallas_kernels import grouped_dot
 from pallas_kernels.compare import Difference, check_close
 from pallas_kernels.self_check import mlp_with_gradients
@@ -19,7 +19,7 @@ SLOTS: Final = (4, 2, 2)
 """The numbers of slots of the three weight buffers."""
 
 
-def check_patterns(implementation: str, rows: int, width: int, *, rehearsal: bool) -> None:
+def check_patterns(implementation: str, rows: int, width: int, *, rehearsal: bool = False) -> None:
     """Check the products and the MLP for every pattern of empty groups, with one compiled program each.
 
     Group sizes are not multiples of the tile height, and padding is NaN.

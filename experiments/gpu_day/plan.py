@@ -5,14 +5,14 @@ from typing import Final
 
 import numpy as np
 
-from experiments.gpu_day.facts import print_facts
+from experiments.ladder.facts import print_facts
 from relibra_jax.contract.types import Topology
 
 FILE: Final = "plan.npz"
 MICRO_BATCHES, LAYERS, SAMPLES_PER_RANK = 4, 2, 4
 
 
-def make_plan(folder: str, trace: str | None, *, rehearsal: bool) -> None:
+def make_plan(folder: str, trace: str | None, *, rehearsal: bool = False) -> None:
     """Plan a batch of a trace for 2 x 4 ranks with every planner, and write the quotas to a file.
 
     Args:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.plan import read_quotas
 from experiments.gpu_day.speed import REHEARSAL_SHAPE, REPEATS
 from experiments.gpu_day.timing import median_seconds
+from experiments.ladder.facts import print_facts
 from experiments.rank_times import imbalance_over_stages, quotas_of_ranks, rank_seconds, slowest_seconds
 from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.tile_sizes import MODELS, ModelShape
@@ -40,7 +40,7 @@ def _setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelSha
     return MODELS[model], implementation, REPEATS, 0.004, ROWS_PER_GROUP
 
 
-def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsal: bool) -> None:
+def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsal: bool = False) -> None:
     """Measure the time of every rank's grouped MLP with gradients, and sum the times of the slowest ranks.
 
     Args:
@@ -69,7 +69,7 @@ def _weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
     return weights[:-2], weights[-2:]
 
 
-def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bool) -> None:
+def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bool = False) -> None:
     """Measure the layer and its parts (fetch, dispatch, experts, combine) on a 1 x 1 mesh, for the tokens of each rank.
 
     Each token copy of a rank is a token with one expert here, in random order, so that dispatch must sort the tokens.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from experiments.gpu_day.operations import OWN_KERNELS
-from experiments.gpu_day.steps import SPEEDS, all_steps
+from experiments.gpu_day.steps import SPEEDS, day_steps
 
 OPERATIONS: Final = (
     "forward",
@@ -58,7 +58,7 @@ def _machine(lines: Lines) -> list[str]:
 
 def _checks(lines: Lines) -> Iterator[str]:
     yield from ("| check | | seconds |", "|---|---|---:|")
-    steps = {step.name: step for command in all_steps("", None).values() for step in command}
+    steps = {step.name: step for command in day_steps("", None).values() for step in command}
     for name in steps:
         last = next((line for line in reversed(_facts(lines, name)) if "state" in line), None)
         yield f"| {name} | {last['state'] if last else ''} | {last['seconds'] if last else ''} |"

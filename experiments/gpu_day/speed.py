@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu_day import baselines
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.group_sizes import buffer_rows, planned_sizes
 from experiments.gpu_day.operations import DENSE, OWN_KERNELS, mlps, operand_sets, products
 from experiments.gpu_day.plan import plan_topology, read_quotas
@@ -25,6 +24,7 @@ from experiments.gpu_day.timing import (
     median_seconds,
     roofline_seconds,
 )
+from experiments.ladder.facts import print_facts
 from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, ModelShape
 
@@ -34,7 +34,9 @@ REHEARSAL_SHAPE: Final = ModelShape(64, 128, 32, 2)
 """The shape that replaces the shape of any model in a rehearsal."""
 
 
-def measure_model(model: str, mean: int, folder: str, implementation: str, *, rehearsal: bool) -> None:
+def measure_model(
+    model: str, mean: int, folder: str, implementation: str, *, rehearsal: bool = False
+) -> None:
     """Measure every operation at the shape of a model, and print each result immediately.
 
     Args:

@@ -1,12 +1,15 @@
-"""The steps of the ladder, the most important first, in three commands of at most ten minutes each."""
+"""The steps of the ladder, the most important first, in commands of at most ten minutes each."""
 
+import subprocess
+import sys
 from typing import Final, Literal
 
-from experiments.gpu_day.ladder import Step
+from experiments.ladder.steps import Step
 
-type Command = Literal["right", "speed", "why"]
+type Command = Literal["smoke", "right", "speed", "why"]
 
 COMMANDS: Final[dict[Command, str]] = {
+    "smoke": "test the kernels, and a layer over one, two and all GPUs of this host, in about two minutes",
     "right": "check that the kernels are correct: each kernel alone, all patterns of empty groups, races",
     "speed": "measure throughput, compared with baselines and the roofline",
     "why": "measure what times consist of: stragglers, the layer rank by rank, tile sizes",
@@ -24,6 +27,8 @@ SPEEDS: Final = (
 TUNED_MODEL: Final = "Qwen3-30B-A3B"
 """The model for which layer and stragglers are measured and tile sizes are tuned."""
 _CORRECTNESS: Final = "experiments.gpu_day.correctness"
+_ENVIRONMENT: Final = Step("environment", f"{_CORRECTNESS}:describe_machine", seconds=90)
+_CHOSEN: Final = Step("self-check", f"{_CORRECTNESS}:check_chosen", seconds=300, needs=("environment",))
 
 
 def hopper_checks() -> tuple[Step, ...]:
@@ -46,19 +51,48 @@ def hopper_checks() -> tuple[Step, ...]:
     return tuple(step._replace(needs=("environment",)) for step in checks)
 
 
-def all_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]:
-    """Return the steps of every command.
+def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
+    """Return the steps that test a host with ``devices`` GPUs.
+
+    They check the kernels that ``implementation=None`` chooses, and then a layer with replicas over one, two and all
+    GPUs, with each kind of exchange, against a dense layer. A rehearsal, on two host devices, has no ragged exchange.
+    """
+    counts = sorted({1, min(2, devices), devices})
+    layers = (
+        Step(
+            f"layer over {count}, {exchange}",
+            "experiments.gpu_day.group_layer:check_group",
+            (count, exchange),
+            150,
+            ("environment",),
+        )
+        for count in counts
+        for exchange in (("padded",) if count == 1 or rehearsal else ("padded", "ragged", "remote"))
+    )
+    return (_ENVIRONMENT, _CHOSEN, *layers)
+
+
+def count_devices() -> int:
+    """Return the number of devices that JAX sees, or 1 if it fails.
+
+    Another process counts them, so that this one does not occupy the GPUs.
+    """
+    code = "import jax; print(len(jax.devices()))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(process.stdout.split()[-1]) if process.returncode == 0 and process.stdout.split() else 1
+
+
+def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]:
+    """Return the steps of the commands that measure one GPU.
 
     Args:
         folder: the folder of the plan.
         trace: the name or path of the trace to plan. None stands for the trace in this project.
     """
     plan = Step("plan", "experiments.gpu_day.plan:make_plan", (folder, trace), 180, on_cpu=True)
-    environment = Step("environment", f"{_CORRECTNESS}:describe_machine", seconds=90)
     example = Step("JAX's example", f"{_CORRECTNESS}:check_jax_example", needs=("environment",))
     checks = hopper_checks()
-    chosen = Step("self-check", f"{_CORRECTNESS}:check_chosen", seconds=300, needs=("environment",))
-    right = (environment, plan, example, *checks, chosen)
+    right = (_ENVIRONMENT, plan, example, *checks, _CHOSEN)
     # Measurements need all checks, since the speed of a wrong kernel means nothing.
     needs = ("plan", *(step.name for step in checks))
     speed = (

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.operations import DENSE, OWN_KERNELS, Call, Operands, Operation
 from experiments.interleaving import interleaved_seconds
+from experiments.ladder.facts import print_facts
 
 
 class Reading(NamedTuple):

@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.speed import REHEARSAL_SHAPE
+from experiments.ladder.facts import print_facts
 from pallas_kernels.hopper import autotune
 from pallas_kernels.hopper.tile_sizes import MODELS, candidate_tile_sizes, choose_tile_sizes
 from pallas_kernels.hopper.tile_table import VARIABLE, read_table
 
 
-def tune_model(model: str, folder: str, *, rehearsal: bool) -> None:
+def tune_model(model: str, folder: str, *, rehearsal: bool = False) -> None:
     """Tune the tile sizes of a model's kernels, as far as the step's time limit allows; a later run continues.
 
     Args:

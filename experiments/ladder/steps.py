@@ -7,7 +7,6 @@ library, so it works even if JAX does not.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -16,16 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple
 
-from experiments.gpu_day.facts import facts_of
+from experiments.ladder.facts import facts_of
+from experiments.ladder.record import Record
 
 type State = Literal["passed", "failed", "hung"]
 """The end of a step: with exit status 0, with another exit status, or killed at its time limit."""
 
-SOURCES: Final = ("pallas_kernels", "experiments/gpu_day")
-"""The folders with the code that steps depend on."""
 TAIL: Final = 1500
 """The number of characters of a failed step's output that are kept."""
 
@@ -35,7 +33,8 @@ class Step(NamedTuple):
 
     name: str
     function: str
-    """The function that the process calls with ``arguments`` and ``rehearsal=``, as ``module:function``."""
+    """The function that the process calls with ``arguments``, as ``module:function``. It gets ``rehearsal=True`` in a
+    rehearsal."""
     arguments: tuple[Any, ...] = ()
     """The arguments of the function, numbers and strings."""
     seconds: int = 120
@@ -46,71 +45,53 @@ class Step(NamedTuple):
     """Whether the step uses only the CPU."""
 
 
-class Record:
-    """An append-only file with the results of all steps.
-
-    Args:
-        path: the path of the file, in JSON lines. The file may exist from an earlier command.
-        rehearsal: whether the steps run at small sizes without a GPU. A step that passed in a rehearsal counts as
-            passed only in rehearsals.
-    """
-
-    def __init__(self, path: Path, *, rehearsal: bool = False):
-        self.path, self.rehearsal, self.source = path, rehearsal, source_digest()
-
-    def add(self, **facts: Any) -> None:
-        """Append one line, and flush it to disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            # If a process was killed while it wrote, the last line has no line break.
-            start = "" if not file.tell() or self.path.read_bytes().endswith(b"\n") else "\n"
-            file.write(start + json.dumps({"rehearsal": self.rehearsal, **facts}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def passed(self) -> set[str]:
-        """Return the steps whose last run with this code passed, in rehearsals if this is one and else in real runs."""
-        state = {
-            line["step"]: line["state"]
-            for line in read_record(self.path)
-            if "state" in line and (line["rehearsal"], line["source"]) == (self.rehearsal, self.source)
-        }
-        return {step for step, last in state.items() if last == "passed"}
-
-
-def run_ladder(steps: Sequence[Step], record: Record, *, seconds: float) -> dict[str, str]:
+def run_ladder(
+    steps: Sequence[Step], record: Record, *, seconds: float, workers: int = 1, echo: bool = True
+) -> dict[str, str]:
     """Run the steps that have not passed yet.
 
     Args:
         steps: the steps, in order.
         record: the record of results.
         seconds: the time limit for all steps, in seconds. A step whose own limit exceeds the remaining time is skipped.
+        workers: the number of steps that run at the same time.
+        echo: whether to print the results of steps too, and not only how they end.
 
     Returns:
         The outcome of each step, as text: "passed", "failed", "hung", "passed before", or the reason why it was
         skipped.
+
+    Raises:
+        ValueError: if steps that need others are to run at the same time as others.
     """
-    deadline, outcomes = time.monotonic() + seconds, {}
-    for step in steps:
+    if workers > 1 and any(step.needs for step in steps):
+        raise ValueError(f"steps that need others run one after the other, but there are {workers} workers")
+    deadline = time.monotonic() + seconds
+
+    def run(step: Step) -> str:
         passed, remaining = record.passed(), deadline - time.monotonic()
         missing = [name for name in step.needs if name not in passed]
         if step.name in passed:
-            outcomes[step.name] = "passed before"
+            outcome: str = "passed before"
         elif missing:
-            outcomes[step.name] = f"skipped: {', '.join(missing)} must pass first"
+            outcome = f"skipped: {', '.join(missing)} must pass first"
         elif remaining < step.seconds:
-            outcomes[step.name] = f"skipped: its limit is {step.seconds} s, but only {remaining:.0f} s remain"
+            outcome = f"skipped: its limit is {step.seconds} s, but only {remaining:.0f} s remain"
         else:
-            outcomes[step.name] = run_step(step, record)
-        print(f"{step.name}: {outcomes[step.name]}", flush=True)
-    return outcomes
+            outcome = run_step(step, record, echo=echo)
+        print(f"{step.name}: {outcome}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(workers) as pool:
+        outcomes = list(pool.map(run, steps))
+    return {step.name: outcome for step, outcome in zip(steps, outcomes, strict=True)}
 
 
-def run_step(step: Step, record: Record) -> State:
+def run_step(step: Step, record: Record, *, echo: bool = True) -> State:
     """Run one step in its own process, append its results to the record, and return how it ended."""
     begin, tail = time.monotonic(), ""
     process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.gpu_day.child", _encode(step, record.rehearsal)],
+        [sys.executable, "-m", "experiments.ladder.child", _encode(step, record.rehearsal)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -126,7 +107,8 @@ def run_step(step: Step, record: Record) -> State:
             if (facts := facts_of(line)) is None:
                 tail = (tail + line)[-TAIL:]
             else:
-                print(f"  {step.name} {line.strip()}", flush=True)
+                if echo:
+                    print(f"  {step.name} {line.strip()}", flush=True)
                 record.add(step=step.name, source=record.source, **facts)
 
     reader = threading.Thread(target=read_output)
@@ -164,23 +146,3 @@ def _environment(step: Step, rehearsal: bool) -> Mapping[str, str]:
     own = {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     host = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if step.on_cpu or rehearsal else {}
     return {**os.environ, **own, **host}
-
-
-def read_record(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a record, without incomplete ones; an empty list if there is no file."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
-
-
-def source_digest() -> str:
-    """Return a digest of the code in `SOURCES`, as 12 hexadecimal digits."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""``python -m experiments.gpu_day.child STEP``: the process of one step, which the ladder starts."""
+"""``python -m experiments.ladder.child STEP``: the process of one step, which the ladder starts."""
 
 import importlib
 import json
@@ -14,7 +14,8 @@ def run_function(function: str, arguments: list, *, rehearsal: bool) -> None:
         rehearsal: whether to run at small sizes without a GPU.
     """
     module, name = function.split(":")
-    getattr(importlib.import_module(module), name)(*arguments, rehearsal=rehearsal)
+    call = getattr(importlib.import_module(module), name)
+    call(*arguments, **({"rehearsal": True} if rehearsal else {}))
 
 
 if __name__ == "__main__":
