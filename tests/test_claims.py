@@ -207,7 +207,7 @@ def test_run_cell_gives_planners_the_slots_of_the_cell_and_of_the_row(monkeypatc
         assert slots_by_row == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
 
 
-def test_full_studies_vary_one_number_in_a_sweep():
+def test_full_studies_have_at_least_four_cells_in_a_sweep():
     studies = full_studies("gpt-oss-20b")
     for section in SWEEPS:
         cells = [study.cell for study in studies if study.section == section]

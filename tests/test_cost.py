@@ -205,7 +205,6 @@ def test_batch_time_with_scale_reads_a_small_trace_as_a_large_one(batch_plan, co
 
 def test_reorder_time_is_the_same_inside_a_node_as_between_nodes():
     """Every expert goes in pieces over all ranks, there and back, and ranks send as many as the one with the most."""
-    before = np.arange(16).reshape(1, 16) % 8
     topology = dataclasses.replace(TOPOLOGY, num_experts=16)
     before = np.arange(16)[None]
     one = 2 * (3 * 4 * 5) * 12 * (1 - 1 / 2) / 100 / 0.5

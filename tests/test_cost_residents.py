@@ -119,7 +119,7 @@ def test_rank_memory_equals_a_count_by_hand():
 
 
 def test_check_rank_memory_refuses_residents_that_do_not_fit():
-    """Qwen3-235B on 32 H100, sharded over five copies: one resident slot fits, two do not; they do on H200."""
+    """Qwen3-235B on 32 H100, sharded over five copies: one resident slot fits, three do not; they do on H200."""
     model = MODELS["qwen3-235b-a22b"]
     topology = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2, resident_slots=1)
     check_rank_memory(topology, model, cluster=CLUSTERS["h100"], shards=5)

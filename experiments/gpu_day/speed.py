@@ -7,16 +7,27 @@ before it is timed.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.gpu_day import baselines
 from experiments.gpu_day.group_sizes import buffer_rows, planned_sizes
-from experiments.gpu_day.operations import DENSE, OWN_KERNELS, mlps, operand_sets, products
+from experiments.gpu_day.operations import (
+    DENSE,
+    OWN_KERNELS,
+    Operands,
+    Operation,
+    mlps,
+    operand_sets,
+    products,
+)
 from experiments.gpu_day.plan import plan_topology, read_quotas
 from experiments.gpu_day.timing import (
+    Program,
     Reading,
     compile_all,
     copy_bandwidth,
@@ -71,27 +82,15 @@ def measure_model(
             reference = jax.jit(operation.reference)
             for plan, sizes in sizes_by_plan.items():
                 device_sizes = jnp.asarray(sizes)
-                runs = {
-                    name: functools.partial(program, sets, device_sizes) for name, program in programs.items()
-                }
-                result, expected = runs[OWN_KERNELS]()[0], reference(sets[0], device_sizes)
-                check_close(f"{operation.name}, {plan}", result, expected)
-                seconds = {
-                    name: Reading(*(value / len(sets) for value in measurement))
-                    for name, measurement in median_seconds(runs, repeats, reading=reading).items()
-                }
-                if product := next((name for name in baselines.PRODUCTS if name == operation.name), None):
+                result, *_ = programs[OWN_KERNELS](sets, device_sizes)
+                check_close(f"{operation.name}, {plan}", result, reference(sets[0], device_sizes))
+                seconds = _seconds(operation, programs, sets, sizes, repeats=repeats, reading=reading)
+                if operation.name in baselines.PRODUCTS:
                     dense_rates[plan] = operation.flops(sizes) / seconds[DENSE].median
-                    torch_times = baselines.torch_seconds(
-                        product, matrix, sizes, sets=len(sets), repeats=repeats
-                    )
-                    seconds |= {name: Reading(time, time, time) for name, time in torch_times.items()}
                 best = roofline_seconds(operation, sizes, dense_rates[plan], bandwidth)
                 kernels = kernel_milliseconds(programs[OWN_KERNELS], sets, device_sizes, repeats=repeats)
                 for name, measurement in seconds.items():
-                    kernel_time = (
-                        {} if name != OWN_KERNELS or kernels is None else {"kernel_ms": kernels / len(sets)}
-                    )
+                    own = {"kernel_ms": kernels / len(sets)} if kernels and name == OWN_KERNELS else {}
                     print_facts(
                         operation=operation.name,
                         plan=plan,
@@ -100,8 +99,31 @@ def measure_model(
                         quartiles=[measurement.low * 1e3, measurement.high * 1e3],
                         teraflops=operation.flops(sizes) / measurement.median / 1e12,
                         of_roofline=best / measurement.median,
-                        **kernel_time,
+                        **own,
                     )
+
+
+def _seconds(
+    operation: Operation,
+    programs: Mapping[str, Program],
+    sets: list[Operands],
+    sizes: np.ndarray,
+    *,
+    repeats: int,
+    reading: float,
+) -> dict[str, Reading]:
+    """Measure all versions of an operation, PyTorch's among them, for one set of operands."""
+    device_sizes = jnp.asarray(sizes)
+    runs = {name: functools.partial(program, sets, device_sizes) for name, program in programs.items()}
+    seconds = {
+        name: Reading(*(value / len(sets) for value in measurement))
+        for name, measurement in median_seconds(runs, repeats, reading=reading).items()
+    }
+    if product := next((name for name in baselines.PRODUCTS if name == operation.name), None):
+        k, n = sets[0].dense[0].shape
+        torch_times = baselines.torch_seconds(product, (k, n), sizes, sets=len(sets), repeats=repeats)
+        seconds |= {name: Reading(time, time, time) for name, time in torch_times.items()}
+    return seconds
 
 
 def _experts(shape: tuple[int, ...]) -> int:

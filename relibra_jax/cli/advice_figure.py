@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from relibra_jax.cli.drawing import bare, save_figure
@@ -31,7 +32,26 @@ def draw_advice(
         layout="constrained",
     )
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
-    bars, rows = axes["time"], range(len(advice))
+    _draw_times(axes["time"], advice)
+    _draw_gain(axes["size"], sizes, "tokens of a rank in a micro-batch")
+    _draw_gain(axes["skew"], skews, "imbalance under static placement")
+    axes["size"].set_xscale("log")
+    axes["skew"].annotate(
+        f"dotted: {PAYS:.0%}, from which it pays",
+        (1, PAYS),
+        xycoords=axes["skew"].get_yaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#6a737c",
+    )
+    save_figure(figure, path)
+
+
+def _draw_times(bars: Axes, advice: Sequence[Advice]) -> None:
+    """Draw the modelled time of every strategy, one below the other."""
+    rows = range(len(advice))
     computing = [each.seconds - each.transfers for each in advice]
     transfers = [each.transfers for each in advice]
     bars.barh(rows, computing, color=PHASES["home"], height=0.68, label="layers")
@@ -62,29 +82,16 @@ def draw_advice(
     bars.tick_params(axis="y", length=0)
     bars.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
     bare(bars, "x")
+
+
+def _draw_gain(panel: Axes, points: Sequence[Point], label: str) -> None:
+    """Draw the gain of the best strategy over a quantity."""
     style = planner_style("relibra")
-    for name, points, label in (
-        ("size", sizes, "tokens of a rank in a micro-batch"),
-        ("skew", skews, "imbalance under static placement"),
-    ):
-        panel = axes[name]
-        at, gain = [point.at for point in points], [point.gain for point in points]
-        panel.plot(at, gain, color=style.colour, marker=style.marker, linewidth=1.8)
-        panel.axhline(PAYS, color=INK, linewidth=0.8, linestyle=":")
-        panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        panel.set_xlabel(label, fontsize=9)
-        panel.set_ylabel("gain of the best strategy", fontsize=9)
-        panel.tick_params(labelsize=8)
-        bare(panel, "y")
-    axes["size"].set_xscale("log")
-    axes["skew"].annotate(
-        f"dotted: {PAYS:.0%}, from which it pays",
-        (1, PAYS),
-        xycoords=axes["skew"].get_yaxis_transform(),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color="#6a737c",
-    )
-    save_figure(figure, path)
+    at, gain = [point.at for point in points], [point.gain for point in points]
+    panel.plot(at, gain, color=style.colour, marker=style.marker, linewidth=1.8)
+    panel.axhline(PAYS, color=INK, linewidth=0.8, linestyle=":")
+    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    panel.set_xlabel(label, fontsize=9)
+    panel.set_ylabel("gain of the best strategy", fontsize=9)
+    panel.tick_params(labelsize=8)
+    bare(panel, "y")

@@ -108,7 +108,20 @@ def run_advise(options: Advise, console: Console) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "advise.png", options.out / "advise.json"
     draw_advice(figure, advice, sizes, skews, title)
-    report = {
+    write_json(numbers, _report(title, limit, advice, best, sizes, skews))
+    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+def _report(
+    title: str,
+    limit: float,
+    advice: Sequence[Advice],
+    best: Advice,
+    sizes: Sequence[Point],
+    skews: Sequence[Point],
+) -> dict[str, object]:
+    """Return the numbers of the file."""
+    return {
         "setting": title,
         "memory_limit": limit,
         "strategies": [_numbers(each) for each in advice],
@@ -118,8 +131,6 @@ def run_advise(options: Advise, console: Console) -> None:
         "skew": [point._asdict() for point in skews],
         "imbalance_from_which_it_pays": threshold(skews),
     }
-    write_json(numbers, report)
-    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
 _LOADS_KNOWN: Final = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -143,37 +143,20 @@ def _describe(
     """Write the names of phases, ranks and nodes, and the numbers of a planner."""
     count, local = len(nodes) * topology.ranks_per_node, topology.ranks_per_node
     unit = "tokens" if line.hierarchical else "token copies"
+    above: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
     axes.set_title(planner, loc="left", fontsize=11, color=INK, fontweight="bold", pad=14, parse_math=False)
-    starts = np.append(0, line.ends[:-1])
-    for name, start, end in zip(
-        ("attention", "dispatch", "experts", "combine"), starts, line.ends, strict=True
-    ):
+    phases = ("attention", "dispatch", "experts", "combine")
+    for name, start, end in zip(phases, np.append(0, line.ends[:-1]), line.ends, strict=True):
         if end - start > 0.07 * longest:
-            axes.annotate(
-                name,
-                ((start + end) / 2, 1),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color="#555555",
-            )
-    axes.annotate(
-        f"{line.ends[-1]:.1f} ms",
-        (line.ends[-1], 1),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(3, 2),
-        textcoords="offset points",
-        fontsize=9,
-        fontweight="bold",
-    )
+            middle = ((start + end) / 2, 1)
+            axes.annotate(name, middle, xytext=(0, 2), ha="center", fontsize=8, color="#555555", **above)
+    total = f"{line.ends[-1]:.1f} ms"
+    axes.annotate(total, (line.ends[-1], 1), xytext=(3, 2), fontsize=9, fontweight="bold", **above)
     for number, node in enumerate(nodes):
         sent = line.sent.reshape(-1, local)[node].sum()
-        middle = (number + 0.5) * local - 0.5
         axes.annotate(
             f"node {node} has\n{_thousands(sent)} {unit}\nfor other nodes",
-            (line.ends[-1], middle),
+            (line.ends[-1], (number + 0.5) * local - 0.5),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",
