@@ -24,7 +24,7 @@ def run(*args):
     return run_program(program.main, program.Command.__value__, args)
 
 
-def test_compare_by_hand():
+def test_compare_equals_errors_computed_by_hand():
     """The ratio of an exact update is the exact probability over that of float8."""
     reference, float8 = np.log([0.5, 0.2, 0.9, 0.1]), np.log([0.5, 0.1, 0.9, 0.2])
     errors = compare(float8, reference, Clip())

@@ -31,7 +31,7 @@ def hot(load):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_traces_are_whole_and_named(name):
+def test_imbalance_benchmark_traces_are_whole_and_named(name):
     trace = drawn(name)
     check_replay(trace.replay, num_experts=EXPERTS)
     assert trace.name == f"{name} {WORKLOADS[name].title}"
@@ -43,11 +43,11 @@ def test_traces_are_whole_and_named(name):
     assert (other != trace.replay.expert_ids).any() == (name != "W0"), "W0 draws nothing"
 
 
-def test_w0_is_exactly_balanced():
+def test_imbalance_benchmark_w0_is_exactly_balanced():
     assert (loads("W0") == 1).all()
 
 
-def test_w1_has_a_fixed_set_of_hot_experts_that_lie_anywhere():
+def test_imbalance_benchmark_w1_has_fixed_hot_experts_that_lie_anywhere():
     load = loads("W1")
     assert (hot(load).sum(-1) == EXPERTS // 4).all()
     assert (hot(load) == hot(load)[0, 0]).all()
@@ -55,44 +55,44 @@ def test_w1_has_a_fixed_set_of_hot_experts_that_lie_anywhere():
     np.testing.assert_allclose(load[hot(load)], HEAT, rtol=0.15)
 
 
-def test_w2_heats_one_rank_of_four():
+def test_imbalance_benchmark_w2_heats_one_rank_of_four():
     by_rank = loads("W2").reshape(STEPS, -1, 4, 8).mean(-1)
     np.testing.assert_allclose(by_rank[..., 0], HEAT, rtol=0.05)
     np.testing.assert_allclose(by_rank[..., 1:], 1 / 4, rtol=0.15)
 
 
-def test_w3_spreads_the_heat_of_w2_evenly_over_ranks():
+def test_imbalance_benchmark_w3_spreads_the_heat_of_w2_evenly_over_ranks():
     load = loads("W3")
     assert (hot(load).reshape(STEPS, -1, 8, 4).sum(-1) == 1).all(), "one hot expert on each of 8 ranks"
     np.testing.assert_allclose(load[hot(load)].mean(), loads("W2")[..., :8].mean(), rtol=0.01)
 
 
-def test_w4_is_uneven_at_the_source_alone():
+def test_imbalance_benchmark_w4_is_uneven_at_the_source_alone():
     lengths = drawn("W4").replay.mask.sum(1).reshape(STEPS, SAMPLES)
     assert (lengths.max(1) * 4 == lengths.sum(1)).all()
     assert (np.sort(lengths, 1)[:, :-1] <= TOKENS).all()
     assert loads("W4").max() < 1.3
 
 
-def test_w5_leaves_half_of_the_ranks_without_tokens():
+def test_imbalance_benchmark_w5_leaves_half_of_the_ranks_without_tokens():
     load = loads("W5")
     assert (load[..., : EXPERTS // 2] == 0).all()
     np.testing.assert_allclose(load[..., EXPERTS // 2 :], 2, rtol=0.2)
 
 
-def test_w6_moves_its_hotspot_every_third_step():
+def test_imbalance_benchmark_w6_moves_its_hotspot_every_third_step():
     first = hot(loads("W6")).argmax(-1)[:, 0]
     np.testing.assert_array_equal(first, np.arange(STEPS) // 3 * 8 % EXPERTS)
 
 
-def test_w7_bursts_in_every_fourth_step():
+def test_imbalance_benchmark_w7_bursts_in_every_fourth_step():
     heat = loads("W7")[..., : EXPERTS // 4].mean((1, 2))
     burst = np.arange(STEPS) % 4 == 3
     np.testing.assert_allclose(heat[burst], 2 / 4 * 4 + 2 / 4, rtol=0.05)
     np.testing.assert_allclose(heat[~burst], 1, rtol=0.05)
 
 
-def test_sizes_are_free():
+def test_imbalance_benchmark_has_the_sizes_that_are_given():
     trace = imbalance_benchmark(
         "W2",
         steps=2,
@@ -118,12 +118,12 @@ def test_sizes_are_free():
         ({"name": "W4", "samples_per_step": 3}, "samples_per_step=3 must be an integer of at least 4"),
     ],
 )
-def test_what_cannot_be_drawn(options, message):
+def test_imbalance_benchmark_rejects_what_cannot_be_drawn(options, message):
     with pytest.raises(ValueError, match=message):
         imbalance_benchmark(**options)
 
 
-def test_memory_is_counted_before_it_is_taken(monkeypatch):
+def test_imbalance_benchmark_counts_memory_before_it_is_taken(monkeypatch):
     monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**20)
     with pytest.raises(ValueError, match="W1: 768 samples x 64 tokens x 4 layers needs 1 GiB of memory"):
         imbalance_benchmark("W1")

@@ -90,7 +90,7 @@ def own_imports(module):
     return [target for target in imports_of(MODULES[module]) if target.split(".")[0] in PACKAGES]
 
 
-def test_every_module_has_one_level():
+def test_modules_have_one_level_each():
     for module in MODULES:
         levels = [name for level in LEVELS for name in level if inside(module, name)]
         assert len(levels) == (0 if module == PLANNING_CORE else 1), f"{module} in {levels}"
@@ -104,7 +104,7 @@ def test_imports_point_down(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_separate_packages_do_not_import_each_other(module):
+def test_modules_import_nothing_of_a_separate_package(module):
     for target in own_imports(module):
         for one, other in SEPARATE:
             for importing, imported in ((one, other), (other, one)):
@@ -113,8 +113,8 @@ def test_separate_packages_do_not_import_each_other(module):
                     assert allowed, f"{module} imports {target}"
 
 
-def test_the_top_level_module_imports_only_planning_and_what_is_below():
-    """Arrays and pure functions: no device mesh, no traces, no framework."""
+def test_relibra_jax_imports_only_planning_and_what_is_below():
+    """It offers arrays and pure functions, without a device mesh, traces or a framework."""
     planning = level_of("relibra_jax.planning")
     for target in own_imports(PLANNING_CORE):
         at_most_planning = level_of(target) <= planning and not inside(target, "relibra_jax.execution")
@@ -122,7 +122,7 @@ def test_the_top_level_module_imports_only_planning_and_what_is_below():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_external_packages_are_imported_only_where_allowed(module):
+def test_modules_import_external_packages_only_where_allowed(module):
     for package in {target.split(".")[0] for target in imports_of(MODULES[module])} - set(PACKAGES):
         # The kernels have plain annotations, so that their package needs only jax.
         shapes = package == "jaxtyping" and not inside(module, "pallas_kernels")

@@ -66,7 +66,7 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
 @pytest.mark.parametrize(
     ("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("relibra_across", 0)]
 )
-def test_no_planner_is_below(name, residents):
+def test_least_time_is_at_most_the_time_of_any_planner(name, residents):
     where, across = topology(residents=residents), PLANNERS[name].across_nodes
     for seed, skew in ((0, 0.0), (1, 2.0)):
         replay = routed(seed, skew=skew)
@@ -78,7 +78,7 @@ def test_no_planner_is_below(name, residents):
 
 
 @pytest.mark.parametrize(("nodes", "residents", "across"), [(4, 0, False), (2, 1, False), (2, 1, True)])
-def test_no_random_plan_is_below(nodes, residents, across):
+def test_least_time_is_at_most_the_time_of_random_plans(nodes, residents, across):
     where = topology(nodes, 4 // nodes, residents=residents)
     for seed in range(4):
         rng, replay = np.random.default_rng(seed), routed(seed)
@@ -90,7 +90,7 @@ def test_no_random_plan_is_below(nodes, residents, across):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_separable_samples_need_no_crossings(path):
+def test_least_time_has_no_crossings_for_separable_samples(path):
     """Each half of the samples uses one half of the experts, so nothing crosses and the bound is reached."""
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
@@ -109,7 +109,7 @@ def test_separable_samples_need_no_crossings(path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("price", [0.01, 0.1, 1.0])
-def test_all_in_one_node_is_a_plan_too(path, price):
+def test_least_time_allows_all_samples_in_one_node(path, price):
     """With cheap attention and compute, all samples may be on the node of the only experts that they use."""
     replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
@@ -126,7 +126,7 @@ def test_all_in_one_node_is_a_plan_too(path, price):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_attention_of_one_long_sample_is_shared_by_nobody(path):
+def test_least_time_attention_counts_squared_lengths_by_sample(path):
     """Squared lengths count by sample: half the tokens in one sample cost more than all in short ones."""
     cost = Price(token=0.0, pair=1.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
     ids = np.zeros((2, 4, 1, 1), np.uint8)
@@ -136,12 +136,12 @@ def test_attention_of_one_long_sample_is_shared_by_nobody(path):
         assert least.attention == squares / 2
 
 
-def test_a_batch_without_tokens_takes_no_time():
+def test_least_time_of_a_batch_without_tokens_is_zero():
     replay = RoutingReplay(np.zeros((2, 3, 1, TOP_K), np.uint8), np.zeros((2, 3), bool))
     assert least_time(replay, topology(), cost=NEEDED.price(topology())) == LeastTime(0.0, 0.0, 0.0)
 
 
-def test_a_negative_cost_is_rejected():
+def test_least_time_rejects_a_negative_cost():
     cost = dataclasses.replace(NEEDED.price(topology()), crossing=-1.0)
     with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
         least_time(routed(0), topology(), cost=cost)
@@ -207,7 +207,7 @@ PRICES = {
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", TINY)
-def test_below_the_best_of_all(name, path, prices):
+def test_least_time_is_near_and_at_most_the_optimum_of_tiny_batches(name, path, prices):
     """The bound is at most the optimum and more than half of it; the test prints the mean ratio."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))

@@ -33,7 +33,7 @@ def largest_rank_load(load, capacity, edges):
     ("graph", "ranks", "slots"),
     [("ring", 4, 1), ("ring", 24, 2), ("cube", 8, 2), ("hypercube", 16, 2), ("torus", 32, 2)],
 )
-def test_split_is_optimal(graph, ranks, slots):
+def test_split_over_edges_is_optimal(graph, ranks, slots):
     rng = np.random.default_rng(0)
     edges = graph_edges(graph, ranks, slots)
     split = jax.jit(lambda load, capacity: split_over_edges(load, capacity, edges))
@@ -58,14 +58,14 @@ def test_split_is_optimal(graph, ranks, slots):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 7, 8, 12, 16, 32])
 @pytest.mark.parametrize("slots", [0, 1, 2, 3])
-def test_default_graph_fills_slots_evenly(ranks, slots):
+def test_graph_edges_of_the_default_graph_fill_slots_evenly(ranks, slots):
     edges = graph_edges(None, ranks, slots)
     assert edges.shape == (ranks, min(slots, 2))
     for column in edges.T:
         assert sorted(column) == list(range(ranks)), "one copy leaves and one enters every rank"
 
 
-def test_cubes_use_each_edge_once():
+def test_graph_edges_of_cubes_use_each_edge_once():
     for name, ranks, edges in (("cube", 8, 16), ("hypercube", 16, 32)):
         pairs = {
             frozenset((rank, int(end))) for rank, row in enumerate(graph_edges(name, ranks, 2)) for end in row
@@ -74,7 +74,7 @@ def test_cubes_use_each_edge_once():
         assert default_graph(ranks, 2) == name
 
 
-def test_graphs_that_do_not_fit():
+def test_graph_edges_rejects_graphs_that_do_not_fit():
     with pytest.raises(ValueError, match="graph='cube' is for 8 ranks, but the domain has 4"):
         graph_edges("cube", 4, 2)
     with pytest.raises(ValueError, match=f"graph='star' must be one of {', '.join(GRAPHS)}"):
@@ -92,7 +92,7 @@ def test_graphs_that_do_not_fit():
         ("torus", 1, 32, 2, 1.01),
     ],
 )
-def test_meets_the_authors_bounds(graph, nodes, ranks_per_node, slots, bound):
+def test_lplb_meets_the_bounds_of_its_authors(graph, nodes, ranks_per_node, slots, bound):
     """The bounds hold for every draw of 256 expert loads from N(1, 0.3)."""
     draws = 16
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks_per_node, num_experts=256, replica_slots=slots)

@@ -129,7 +129,7 @@ def assert_equal(result, expected):
     [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.long) for layout in LAYOUTS[1:])],
     ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}",
 )
-def test_training_goes_on_bit_for_bit_in_another_order(layout):
+def test_reorder_experts_lets_training_go_on_bit_for_bit(layout):
     reorder = functools.partial(reorder_experts, scan_axis=layout[2])
     tree = maxtext_tree(random_layers(), *layout)
     expected = tree, OPTIMIZER.init(tree)
@@ -146,7 +146,7 @@ def test_training_goes_on_bit_for_bit_in_another_order(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}")
-def test_the_live_router_chooses_the_same_experts(layout):
+def test_reorder_experts_keeps_the_choices_of_the_live_router(layout):
     tree = maxtext_tree(random_layers(), *layout)
     chosen = [
         np.stack(
@@ -158,7 +158,7 @@ def test_the_live_router_chooses_the_same_experts(layout):
 
 
 @pytest.mark.parametrize(("cycle", "scan_axis"), [(0, 1), (1, 1), (1, 0)])
-def test_arrays_on_the_host_and_under_jit_are_taken_alike(cycle, scan_axis):
+def test_reorder_experts_is_the_same_on_the_host_and_under_jit(cycle, scan_axis):
     tree = maxtext_tree(random_layers(), UNSCANNED[0] if not cycle else SCANNED[0][0], cycle, scan_axis)
     expected = reorder_experts(tree, LOGICAL, FIRST, scan_axis=scan_axis)
     on_host = reorder_experts(jax.tree.map(np.asarray, tree), LOGICAL, FIRST, scan_axis=scan_axis)
@@ -170,7 +170,7 @@ def test_arrays_on_the_host_and_under_jit_are_taken_alike(cycle, scan_axis):
 
 
 @pytest.mark.parametrize("cycle", [0, 1])
-def test_the_expert_axis_stays_sharded(cycle):
+def test_reorder_experts_keeps_the_expert_axis_sharded(cycle):
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
     tree = maxtext_tree(random_layers(), SCANNED[0][0] if cycle else UNSCANNED[0], cycle, 1)
 
@@ -185,7 +185,7 @@ def test_the_expert_axis_stays_sharded(cycle):
         assert a.sharding == b.sharding
 
 
-def test_a_flax_model_and_its_optimizer_are_taken_together():
+def test_reorder_experts_takes_a_flax_model_and_its_optimizer_together():
     class Block(nnx.Module):
         def __init__(self):
             self.wo = nnx.Param(jnp.arange(8.0).reshape(8, 1, 1))
@@ -248,21 +248,21 @@ SHAPE = (EXPERTS, WIDTH, EXPERT_WIDTH)
         ("elsewhere", (8,), "the tree has no experts of layer 0"),
     ],
 )
-def test_what_is_not_understood_is_named(path, shape, message):
+def test_reorder_experts_names_what_it_does_not_understand(path, shape, message):
     tree = {}
     insert(tree, path, np.zeros(shape))
     with pytest.raises(ValueError, match=message):
         reorder_experts(tree, LOGICAL, FIRST)
 
 
-def test_moments_of_another_shape_are_refused():
+def test_reorder_experts_refuses_moments_of_another_shape():
     tree = maxtext_tree(random_layers(), UNSCANNED[0], 0, 1)
     state = optax.scale_by_factored_rms(min_dim_size_to_factor=4).init(tree)
     with pytest.raises(ValueError, match=r"v_row/decoder/layers_0/MoeBlock_0/.*: expected"):
         reorder_experts(state, LOGICAL, FIRST)
 
 
-def test_a_layer_without_experts_is_refused():
+def test_reorder_experts_refuses_a_layer_without_experts():
     tree = maxtext_tree(random_layers(), UNSCANNED[0], 0, 1)
     del tree["decoder"]["layers_2"]["MoeBlock_0"]
     with pytest.raises(ValueError, match="the homes have 4 layers, but the tree has no experts of layer 2"):

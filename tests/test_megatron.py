@@ -45,7 +45,7 @@ def assert_same(result, expected):
 
 
 @pytest.mark.parametrize("name", [SEQUENTIAL, GROUPED])
-def test_experts_and_router_rows_are_at_their_homes(name):
+def test_reorder_state_dicts_puts_experts_and_router_rows_at_their_homes(name):
     old = state_dicts(name)
     new = reorder_state_dicts(old, LOGICAL, FIRST, layers=NUMBERS)
     for row, number in enumerate(NUMBERS):
@@ -62,7 +62,7 @@ def test_experts_and_router_rows_are_at_their_homes(name):
     assert_same(reorder_state_dicts(twice, SECOND, LOGICAL, layers=NUMBERS), old)
 
 
-def test_new_values_can_be_written_over_the_old_ones():
+def test_reorder_state_dicts_values_can_be_written_over_the_old_ones():
     live = state_dicts()
     expected = reorder_state_dicts(state_dicts(), LOGICAL, FIRST, layers=NUMBERS)
     for state, new in zip(live, reorder_state_dicts(live, LOGICAL, FIRST, layers=NUMBERS), strict=True):
@@ -72,7 +72,7 @@ def test_new_values_can_be_written_over_the_old_ones():
     assert_same(live, expected)
 
 
-def test_ranks_that_make_the_moves_get_the_same_experts():
+def test_expert_moves_give_ranks_the_experts_of_reorder_state_dicts():
     ranks = [{key: value for key, value in state.items() if ".experts." in key} for state in state_dicts()]
     moves = expert_moves(LOGICAL, FIRST, num_ranks=RANKS)
 
@@ -94,7 +94,7 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
     assert_same(ranks, [{key: state[key] for key in ranks[0]} for state in expected])
 
 
-def test_what_stays_is_not_moved():
+def test_expert_moves_leave_out_what_stays():
     home = LOGICAL.copy()
     home[1, [2, 7]] = home[1, [7, 2]]
     moves = expert_moves(LOGICAL, home, num_ranks=RANKS)
@@ -125,7 +125,7 @@ BLOCK = "module.decoder.layers.1.mlp."
         ({"decoder.layers.7.mlp.router.weight": np.ones(8)}, r"layer 7 is not in layers \[1, 2, 5\]"),
     ],
 )
-def test_unknown_values_are_named(changes, message):
+def test_reorder_state_dicts_names_unknown_values(changes, message):
     states = state_dicts()
     states[1] = {k: v for k, v in {**states[1], **changes}.items() if v is not None or k not in changes}
     with pytest.raises(ValueError, match=message):
@@ -141,18 +141,18 @@ def test_unknown_values_are_named(changes, message):
         (NUMBERS, 3, "8 experts must divide evenly over 3 ranks"),
     ],
 )
-def test_mismatched_layers_and_ranks_are_rejected(layers, ranks, message):
+def test_reorder_state_dicts_rejects_mismatched_layers_and_ranks(layers, ranks, message):
     with pytest.raises(ValueError, match=message):
         reorder_state_dicts(state_dicts()[:ranks], LOGICAL, FIRST, layers=layers)
 
 
-def test_a_layer_without_experts_is_refused():
+def test_reorder_state_dicts_refuses_a_layer_without_experts():
     states = [{k: v for k, v in state.items() if "layers.5." not in k} for state in state_dicts()]
     with pytest.raises(ValueError, match="rank 0: layer 5 has neither a router nor experts"):
         reorder_state_dicts(states, LOGICAL, FIRST, layers=NUMBERS)
 
 
-def test_a_torch_model_trains_on_bit_for_bit():
+def test_torch_reorder_lets_a_model_train_on_bit_for_bit():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from experiments.examples import torch_reorder
 
@@ -178,7 +178,7 @@ def test_a_torch_model_trains_on_bit_for_bit():
 
 
 @pytest.mark.slow
-def test_the_torch_example_finds_no_difference(capsys):
+def test_torch_reorder_finds_no_difference(capsys):
     pytest.importorskip("torch", reason="torch is not installed")
     from experiments.examples import torch_reorder
 

@@ -13,7 +13,7 @@ from relibra_jax.planning.metrics import (
 )
 
 
-def test_imbalance_of_each_micro_batch():
+def test_imbalance_is_the_largest_over_the_mean_of_each_micro_batch():
     rank_load = np.array([[[[30, 10], [20, 20]]], [[[0, 0], [0, 0]]]])
     assert imbalance(rank_load).tolist() == [[1.5], [1.0]]
 
@@ -29,7 +29,7 @@ def test_batch_imbalance_averages_layers():
     assert batch_imbalance(rank_load) == pytest.approx((1.5 + 1 + 1) / 3)
 
 
-def test_cross_node_load_counts_by_brute_force():
+def test_cross_node_load_equals_a_count_by_brute_force():
     """With static placement, every token copy whose expert is on another node crosses."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 2, 8)).astype(np.int32)
@@ -38,7 +38,7 @@ def test_cross_node_load_counts_by_brute_force():
     np.testing.assert_array_equal(cross_node_load(layer_plans(plan, load)), crossing)
 
 
-def test_moves_are_counted_by_rank():
+def test_moved_experts_are_counted_by_rank():
     """An expert that changes its slot on the same rank does not move over the network."""
     before, now = np.array([[0, 1, 2, 3]]), np.array([[1, 0, 3, 2]])
     assert moved_experts(now, before, home_slots=2).tolist() == [0]

@@ -38,25 +38,24 @@ PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "checkpoints.md").read_t
         ("GLM-4.5-Air", 106, 1),
     ],
 )
-def test_parameter_counts_equal_the_model_cards(name, billions, tolerance):
+def test_num_parameters_equals_the_model_cards(name, billions, tolerance):
     assert sum(num_parameters(model_config(PUBLISHED[name]))) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
-def test_computed_bytes_equal_those_of_a_run():
+def test_rank_gigabytes_equals_the_bytes_of_a_run():
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
     model = make_model(TINY, topology, mesh=expert_mesh(topology), key=jax.random.key(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     device_bytes = 0
     for leaf in jax.tree.leaves((nnx.state(model, nnx.Param), nnx.state(optimizer.opt_state))):
         device_bytes += leaf.addressable_shards[0].data.nbytes if leaf.size > 1 else 0
-    gradients = (
-        2 * 4 * device_bytes / 12
-    )  # two sets of float32 gradients; parameters and the two moments are three
+    # Two sets of float32 gradients; parameters and the two moments are three.
+    gradients = 2 * 4 * device_bytes / 12
     assert device_bytes + gradients == pytest.approx(1e9 * rank_gigabytes(TINY, topology.num_ranks))
     assert bytes_of_a_parameter() == 20
 
 
-def test_the_table_of_the_page_equals_the_computed_one():
+def test_rank_gigabytes_equals_the_table_of_the_page():
     for name, fields in PUBLISHED.items():
         config = model_config(fields)
         [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
@@ -64,7 +63,7 @@ def test_the_table_of_the_page_equals_the_computed_one():
         assert [cell.strip() for cell in row.split("|")][2:] == sizes, name
 
 
-def test_insufficient_memory_is_rejected_with_the_sizes():
+def test_check_training_memory_rejects_insufficient_memory_with_the_sizes():
     mesh = expert_mesh(Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=0))
     config = model_config(PUBLISHED["Qwen3-235B-A22B"])
     with pytest.raises(

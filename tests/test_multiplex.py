@@ -38,7 +38,7 @@ def make_run(folder, *seeds):
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a run with two seeds, whose first steps are slow because they compile."""
+    """Make the folder of a run with two seeds, whose first steps are slow because they compile."""
     slow = learn_line(60.0, 90.0)
     steps = [learn_line(2.0 + number / 100, 6.0) for number in range(20)]
     other = [json.dumps({"kind": WARM_UP, "time/update_seconds": 500.0}), json.dumps({"kind": EVALUATE})]
@@ -112,7 +112,7 @@ def test_multiplex_compares_drawn_sets(out, capsys):
     assert len(numbers["sets"]) == 3
 
 
-def test_multiplex_of_more_jobs_than_the_optimum_supports(out, capsys):
+def test_multiplex_leaves_out_the_optimum_of_more_jobs_than_it_supports(out, capsys):
     numbers = run_command(["--drawn", 7], out)
     assert OPTIMUM not in numbers["ways"]
     assert numbers["gaps"] is None

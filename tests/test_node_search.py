@@ -103,7 +103,7 @@ def search(name, prices, hottest=HOT):
 
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("name", SIZES)
-def test_near_the_optimum(name, prices):
+def test_search_nodes_is_near_the_optimum(name, prices):
     """Placements are balanced, never worse than the start, and within 1% of the least time on most instances.
 
     The instances are coarse: a swap changes whole percents, so the search sometimes ends in a poor local minimum.
@@ -123,7 +123,7 @@ def test_near_the_optimum(name, prices):
     assert (time <= start * (1 + 1e-6)).all()
 
 
-def test_moves_that_do_not_pay_are_not_made():
+def test_search_nodes_makes_no_moves_that_do_not_pay():
     """In every layer, experts move only if the gain exceeds the price; at a medium price some move and others stay."""
     name = "2 nodes of 4"
     case, dear = search(name, "dear moves")
@@ -137,7 +137,7 @@ def test_moves_that_do_not_pay_are_not_made():
     assert moves.mean() < (free != case.start).sum(0).mean()
 
 
-def test_layers_are_independent():
+def test_search_nodes_treats_layers_independently():
     """The result of a layer does not depend on the other layers, and the same key gives the same result."""
     case, result = search("2 nodes of 4", "crossings")
     _, again = search("2 nodes of 4", "crossings")
@@ -151,7 +151,7 @@ def test_layers_are_independent():
     np.testing.assert_array_equal(np.roll(np.asarray(other), -1, -1), result)
 
 
-def test_incremental_state_equals_a_new_count():
+def test_node_search_incremental_state_equals_a_new_count():
     """After hundreds of swaps, loads, bit planes and visits equal those computed from the final placement."""
     case = instance("3 nodes of 2")
     problem = case.problem(*PRICES["moves"])
@@ -170,7 +170,7 @@ def test_incremental_state_equals_a_new_count():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 8])
-def test_few_and_many_experts_of_a_token(top_k):
+def test_search_nodes_adds_no_crossings_with_top_1_or_all_experts(top_k):
     """With top-k of all experts every token visits every node, so crossings give no reason to move."""
     rng = np.random.default_rng(0)
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
@@ -196,7 +196,7 @@ def test_few_and_many_experts_of_a_token(top_k):
 
 
 @pytest.mark.slow
-def test_overfitting_gains_move_nothing():
+def test_search_nodes_makes_fewer_overfitting_moves_with_a_judge():
     """With uniform routing all placements are equal, though some look better on a sample; other tokens reveal that."""
     rng, layers = np.random.default_rng(0), 20
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)

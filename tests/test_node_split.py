@@ -78,7 +78,7 @@ def fewest_crossings(supply, holds, top):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_supply_is_split(data):
+def test_split_nodes_splits_any_supply(data):
     """Quotas sum to the supply, are not negative, are 0 for experts not held, and stay within the allowed load."""
     nodes, experts = 3, 4
     amount = st.one_of(st.integers(0, 3), st.integers(0, 1000), st.just(INT32_MAX // 12))
@@ -94,7 +94,7 @@ def test_any_supply_is_split(data):
     assert quota.sum(1, dtype=np.int64).max() <= max(start.sum(1).max(), -(-total // nodes))
 
 
-def test_without_residents_all_is_computed_at_home():
+def test_split_nodes_without_residents_computes_all_at_home():
     supply, _, home = cases(np.random.default_rng(0), 20, 4, 8)
     holds = home[:, None] == np.arange(4)[:, None]
     quota = compiled()(supply, holds, home)
@@ -102,7 +102,7 @@ def test_without_residents_all_is_computed_at_home():
 
 
 @pytest.mark.parametrize(("nodes", "experts", "beyond"), [(2, 8, 0.0), (4, 8, 0.02), (8, 16, 0.02)])
-def test_largest_load_near_the_optimum(nodes, experts, beyond):
+def test_split_nodes_largest_load_is_near_the_optimum(nodes, experts, beyond):
     """The largest load is optimal for two nodes, and on average near the optimum for more."""
     supply, holds, home = cases(np.random.default_rng(nodes), 60, nodes, experts)
     quota = np.asarray(compiled()(supply, holds, home))
@@ -114,7 +114,7 @@ def test_largest_load_near_the_optimum(nodes, experts, beyond):
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_crossings_near_the_fewest(nodes):
+def test_split_nodes_crossings_are_near_the_fewest(nodes):
     """At the largest load that is reached, crossings are near the optimum of a linear program."""
     supply, holds, home = cases(np.random.default_rng(10 + nodes), 60, nodes, 8)
     quota = np.asarray(compiled()(supply, holds, home))
@@ -129,7 +129,7 @@ def test_crossings_near_the_fewest(nodes):
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.3, 1e9])
-def test_tolerance_is_for_crossings(tolerance):
+def test_split_nodes_tolerance_is_for_crossings(tolerance):
     """The largest load rises at most by about the tolerance, crossings do not rise, and a huge tolerance moves nothing.
 
     One case in two thousand is up to 1% above that, because copies would have to pass through a third node.
@@ -147,7 +147,7 @@ def test_tolerance_is_for_crossings(tolerance):
         np.testing.assert_array_equal(loose, start)
 
 
-def test_as_many_copies_as_int32_holds():
+def test_split_nodes_splits_as_many_copies_as_int32_holds():
     """All copies lie on one node, which gives half of them away."""
     supply = np.array([[[INT32_MAX], [0]]], np.int32)
     quota = compiled()(supply, np.ones((1, 2, 1), bool), np.zeros((1, 1), np.int32))

@@ -39,7 +39,7 @@ def no_state():
 
 @pytest.fixture(scope="module")
 def run():
-    """``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
+    """Return the function ``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
     trace, topology = read_trace(None), Ranks(nodes=2, ranks_per_node=2).topology(16)
     setting = make_setting(trace, topology, batching=Batching(micro_batches=2, batch_size=512))
 
@@ -62,12 +62,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_guides_planner_balances(folder, run):
+def test_run_planner_balances_with_the_planner_of_the_guide(folder, run):
     imbalance, static = run(import_planner("planner_of_the_guide:my_planner"))
     assert imbalance < static
 
 
-def test_an_entry_keeps_its_settings(folder):
+def test_import_planner_keeps_the_settings_of_an_entry(folder):
     entry = import_planner("other_planners:entry")
     assert entry.across_nodes
     assert entry.summary == "contiguous"
@@ -80,7 +80,7 @@ def test_an_entry_keeps_its_settings(folder):
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
     }.items(),
 )
-def test_errors_name_the_broken_rule(folder, run, name, says):
+def test_run_planner_names_the_broken_rule(folder, run, name, says):
     with pytest.raises(ValueError, match=says):
         run(import_planner(f"other_planners:{name}"))
 
@@ -97,7 +97,7 @@ def test_errors_name_the_broken_rule(folder, run, name, says):
         "--rows=statik": "row 'statik' must be one of ",
     }.items(),
 )
-def test_planners_that_cannot_be_imported(folder, capsys, option, says):
+def test_compare_reports_planners_that_it_cannot_use_in_one_line(folder, capsys, option, says):
     assert main(["compare", option, "--out", str(folder / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line

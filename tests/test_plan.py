@@ -26,7 +26,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """A plan with expert e in home slot e, a replica of expert 0 on rank (0, 1), and one of expert 6 on rank (1, 0)."""
+    """Make a plan with expert e in home slot e, a replica of expert 0 on rank (0, 1), and one of 6 on rank (1, 0)."""
     slot_expert = np.array([[[[[0, 1, EMPTY], [2, 3, 0]], [[4, 5, 6], [6, 7, EMPTY]]]]], np.int32)
     quota = np.array([[[[[30, 10, 0], [10, 10, 20]], [[10, 10, 15], [15, 20, 0]]]]], np.int32)
     return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
@@ -40,12 +40,12 @@ def load():
     return load
 
 
-def test_valid(plan, load):
+def test_check_plan_accepts_a_valid_plan(plan, load):
     check_plan(plan, load, TOPOLOGY)
     check_plan(jax.tree.map(jnp.asarray, plan), jnp.asarray(load), TOPOLOGY)
 
 
-def test_derived(plan):
+def test_plan_quantities_equal_those_counted_by_hand(plan):
     assert rank_load(plan).tolist() == [[[[40, 40], [35, 35]]]]
     assert replica_count(plan, TOPOLOGY).tolist() == [[2]]
     assert replica_experts(plan, TOPOLOGY).ravel().tolist() == [EMPTY, 0, 6, EMPTY]
@@ -123,7 +123,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_broken_rule_is_named(plan, load, rule):
+def test_check_plan_names_a_broken_rule(plan, load, rule):
     change, message = BROKEN[rule]
     with pytest.raises(ValueError, match=f"^{message}"):
         check_plan(change(plan), load, TOPOLOGY)
@@ -151,7 +151,7 @@ def with_replicas(*replicas):
         ((5, EMPTY, EMPTY), "holds expert 5 twice"),
     ],
 )
-def test_replicas_stand_in_the_canonical_order(replicas, message):
+def test_check_slots_accepts_replicas_only_in_the_canonical_order(replicas, message):
     """Replicas are sorted by home slot, not by expert, with empty slots last; no rank holds an expert twice."""
     where = "micro-batch 0, layer 0, node 0, local rank 0"
     no_load = np.zeros((1, 1, 1, 2, 8), np.int32)
@@ -166,7 +166,7 @@ def test_replicas_stand_in_the_canonical_order(replicas, message):
             check(with_replicas(*right))
 
 
-def test_the_message_says_what_brings_replicas_in_order():
+def test_check_slots_says_what_brings_replicas_in_order():
     with pytest.raises(
         ValueError, match=r"must be sorted by home slot, empty slots last; assemble_plan sorts them$"
     ):
@@ -174,7 +174,7 @@ def test_the_message_says_what_brings_replicas_in_order():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_assembled_plans_are_in_order_and_quotas_go_with_their_replicas(seed):
+def test_assemble_plan_orders_replicas_together_with_their_quotas(seed):
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, 3, 2, 20), 8, 2), ROOMY)
     plan = random_plan(rng, load, ROOMY)
@@ -188,7 +188,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_replicas(seed):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_replicas_may_cross_nodes_when_allowed(plan, load):
+def test_check_plan_lets_replicas_cross_nodes_when_allowed(plan, load):
     crossing = plan._replace(
         slot_expert=put(put(plan.slot_expert, (0, 0, 0, 0, 2), 7), (0, 0, 0, 1, 2), 0),
         quota=put(put(plan.quota, (0, 0, 0, 0, 2), 5), (0, 0, 1, 1, 1), 15),
@@ -198,14 +198,14 @@ def test_replicas_may_cross_nodes_when_allowed(plan, load):
     check_plan(crossing, load, TOPOLOGY, across_nodes=True)
 
 
-def test_load_of_another_shape(plan, load):
+def test_check_plan_rejects_a_load_of_another_shape(plan, load):
     with pytest.raises(
         ValueError, match=r"load: expected integers \[M, L, 2, 2, 8\], found int32\[1, 1, 2, 2, 7\]"
     ):
         check_plan(plan, load[..., :7], TOPOLOGY)
 
 
-def test_load_of_another_batch(plan, load):
+def test_check_plan_rejects_a_load_of_another_batch(plan, load):
     with pytest.raises(
         ValueError, match=r"load has \(2, 1\) micro-batches and layers, but the plan has \(1, 1\)"
     ):
@@ -213,7 +213,7 @@ def test_load_of_another_batch(plan, load):
 
 
 def a_batch(leaves=np.asarray):
-    """Layer plans of two micro-batches of three layers, in which every number is different."""
+    """Make a batch of two micro-batches of three layers, in which every number is different."""
     shape = (2, 3, TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node)
     count = iter(range(100_000))
 
@@ -226,7 +226,7 @@ def a_batch(leaves=np.asarray):
 
 
 @pytest.mark.parametrize(("leaves", "kind"), [(np.asarray, np.ndarray), (jnp.asarray, jax.Array)])
-def test_a_batch_in_micro_batches_and_layers(leaves, kind):
+def test_batch_plan_gives_the_plans_of_micro_batches_and_layers(leaves, kind):
     batch = a_batch(leaves)
     stacked = batch.layer_plans()
     assert {name: leaf.shape for name, leaf in stacked._asdict().items()} == {
@@ -257,7 +257,7 @@ def test_a_batch_in_micro_batches_and_layers(leaves, kind):
         np.testing.assert_array_equal(actual, right)
 
 
-def test_layers_of_a_plan_without_a_load():
+def test_layer_plans_of_a_plan_without_a_load_have_none():
     batch = a_batch()
     layer = layer_plans(batch.plan, None).layer(1).layer(2)
     assert layer.load is None
@@ -265,7 +265,7 @@ def test_layers_of_a_plan_without_a_load():
     np.testing.assert_array_equal(layer.home, batch.plan.home[2])
 
 
-def test_micro_batches_are_taken_under_jit_and_scan():
+def test_batch_plan_micro_batches_are_taken_under_jit_and_scan():
     """Layer plans can be taken with a traced index, and layer by layer in a scan."""
     batch = a_batch()
     taken = jax.jit(lambda batch, m: batch.micro_batch(m).layer(2))(batch, 1)
@@ -294,7 +294,7 @@ def test_micro_batches_are_taken_under_jit_and_scan():
         (lambda load: load[:, :, :1], r"found int32\[1, 1, 1, 2, 8\]"),
     ],
 )
-def test_loads_that_no_planner_takes(load, change, message):
+def test_planner_rejects_an_invalid_load(load, change, message):
     planners = (row.planner for row in PLANNERS.values())
     for planner in planners:
         with pytest.raises(ValueError, match=message):
@@ -317,11 +317,11 @@ def test_loads_that_no_planner_takes(load, change, message):
         ),
     ],
 )
-def test_sizes_that_are_no_topology(sizes, message):
+def test_topology_rejects_sizes_that_are_none(sizes, message):
     names = ("num_nodes", "ranks_per_node", "num_experts", "replica_slots")
     with pytest.raises(ValueError, match=re.escape(message)):
         Topology(**dict(zip(names, sizes, strict=True)))
 
 
-def test_the_largest_topology():
+def test_topology_takes_as_many_slots_as_int32_can_number():
     assert Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2**29 - 3).slots == 2**29 - 1

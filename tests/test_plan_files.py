@@ -33,7 +33,7 @@ def plan():
     return planned("eplb", TOPOLOGY, load)
 
 
-def test_vllm_round_trip(plan):
+def test_from_physical_restores_a_placement_of_to_vllm(plan):
     placement = placement_of(plan, 1)
     physical = to_vllm(placement)
     assert physical.shape == (3, TOPOLOGY.num_ranks * TOPOLOGY.slots)
@@ -43,7 +43,7 @@ def test_vllm_round_trip(plan):
     np.testing.assert_array_equal(np.sort(back.slot_expert, axis=-1), experts)
 
 
-def test_sglang_round_trip(plan, tmp_path):
+def test_from_sglang_restores_a_placement_of_to_sglang(plan, tmp_path):
     placement = homes_only(plan)
     to_sglang(tmp_path / "location.json", placement)
     content = json.loads((tmp_path / "location.json").read_text())
@@ -54,7 +54,7 @@ def test_sglang_round_trip(plan, tmp_path):
     assert (back.slot_expert[..., TOPOLOGY.home_slots :] == EMPTY).all()
 
 
-def test_eplb_round_trip():
+def test_from_physical_and_to_eplb_convert_the_output_of_eplb():
     """The output of EPLB, with copies anywhere, becomes a placement, which converts to the same arrays."""
     load = np.random.default_rng(1).integers(1, 100, (3, 8))
     published = rebalance_experts(load, 16, 1, 1, 4)
@@ -72,14 +72,14 @@ def test_eplb_round_trip():
         assert (again.physical_to_logical[0, slots] == expert).all()
 
 
-def test_homes_are_found_when_they_do_not_come_first():
+def test_from_physical_finds_homes_that_do_not_come_first():
     """Rank 0 holds experts 0 and 1 twice; only a matching finds two homes for each rank."""
     physical = np.array([[0, 1, 2, 3, 0, 1, 2, 4, 5, 4, 6, 7, 6, 7, 5, 3]])
     placement = from_physical(physical, TOPOLOGY)
     assert sorted(placement.slot_expert[..., :2].ravel()) == list(range(8))
 
 
-def test_no_homes_to_choose():
+def test_from_physical_rejects_experts_without_a_home():
     physical = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
     with pytest.raises(ValueError, match=r"layer 0: no home for expert \d \(\d copies\)"):
         from_physical(physical, TOPOLOGY)
@@ -93,12 +93,12 @@ def test_no_homes_to_choose():
         ([0, 1, 2, 3], r"expected integers \[layers, physical\], found int64 \(4,\)"),
     ],
 )
-def test_arrays_that_do_not_fit(physical, message):
+def test_from_physical_rejects_arrays_that_do_not_fit(physical, message):
     with pytest.raises(ValueError, match=message):
         from_physical(np.array(physical), TOPOLOGY)
 
 
-def test_empty_slots_cannot_go_everywhere(plan, tmp_path):
+def test_to_sglang_rejects_empty_slots(plan, tmp_path):
     placement = from_physical(np.arange(8)[None], TOPOLOGY)
     with pytest.raises(ValueError, match="layer 0, slot 2 is empty, but SGLang has no empty slots"):
         to_sglang(tmp_path / "location.json", placement)
@@ -108,7 +108,7 @@ def test_empty_slots_cannot_go_everywhere(plan, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[1, 2]", '{"logical_count": [[1]]}', '{"physical_to_logical_map": [[1], [2, 3]]}']
 )
-def test_broken_sglang_json(tmp_path, text):
+def test_from_sglang_rejects_broken_json(tmp_path, text):
     path = tmp_path / "location.json"
     path.write_text(text)
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_broken_sglang_json(tmp_path, text):
         from_sglang(path, TOPOLOGY)
 
 
-def test_plan_file_round_trip(plan, tmp_path):
+def test_save_plan_writes_one_file_that_load_plan_restores(plan, tmp_path):
     save_plan(tmp_path / "plan.npz", plan, TOPOLOGY)
     back, topology = load_plan(tmp_path / "plan.npz")
     assert topology == TOPOLOGY
@@ -128,7 +128,7 @@ def test_plan_file_round_trip(plan, tmp_path):
 
 @pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize("across_nodes", [False, True])
-def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
+def test_load_plan_restores_any_saved_plan(across_nodes, residents, tmp_path):
     """Files keep plans of device arrays as well, and plans with replicas across nodes."""
     topology = dataclasses.replace(TOPOLOGY, resident_slots=residents)
     rng = np.random.default_rng(2)
@@ -141,7 +141,7 @@ def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
     assert all(isinstance(leaf, np.ndarray) for leaf in back)
 
 
-def test_a_plan_file_that_names_no_residents_has_none(plan, tmp_path):
+def test_load_plan_of_a_file_that_names_no_residents_has_none(plan, tmp_path):
     """Files from before residents existed can be loaded."""
     save_plan(tmp_path / "plan.npz", plan, TOPOLOGY)
     with np.load(tmp_path / "plan.npz") as file:
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_plan_files_that_break_a_rule_are_refused(tmp_path, rule):
+def test_load_plan_refuses_files_that_break_a_rule(tmp_path, rule):
     homes = np.concatenate([np.arange(8).reshape(4, 2), np.full((4, 2), EMPTY)], 1)
     slot_expert = homes.reshape(1, 1, 2, 2, 4).astype(np.int32)
     plan = Plan(slot_expert, np.arange(8, dtype=np.int32)[None], np.zeros_like(slot_expert))
@@ -202,7 +202,7 @@ def test_plan_files_that_break_a_rule_are_refused(tmp_path, rule):
 
 
 @pytest.mark.parametrize("keep", [0, 100, -30])
-def test_truncated_plan_file(plan, tmp_path, keep):
+def test_load_plan_refuses_a_truncated_file(plan, tmp_path, keep):
     path = tmp_path / "plan.npz"
     save_plan(path, plan, TOPOLOGY)
     path.write_bytes(path.read_bytes()[:keep])
@@ -210,7 +210,7 @@ def test_truncated_plan_file(plan, tmp_path, keep):
         load_plan(path)
 
 
-def test_failed_save_leaves_nothing(tmp_path):
+def test_write_atomically_leaves_only_the_old_file_if_it_fails(tmp_path):
     kept = tmp_path / "kept.txt"
     kept.write_text("before")
 

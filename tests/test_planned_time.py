@@ -73,7 +73,7 @@ def cases(behind):
 
 
 @pytest.mark.parametrize(("kind", "dispatch"), cases(dict.fromkeys(BEHIND, LANES)))
-def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
+def test_relibra_is_behind_no_planner_in_modelled_time(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     seconds = times(*LOADED[kind](), ["relibra", *NEAR], dispatch=dispatch)
     relibra = seconds.pop("relibra")
@@ -81,7 +81,7 @@ def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "dispatch"), cases(dict.fromkeys(BEHIND_FAR, FAR_LANES)))
-def test_with_residents_it_is_ahead_of_replicas_across_nodes(kind, dispatch, monkeypatch):
+def test_relibra_with_residents_is_not_behind_replicas_across_nodes(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     trace, batching = LOADED[kind]()
     (relibra,) = times(trace, batching, ["relibra"], dispatch=dispatch, resident_slots=1).values()

@@ -224,7 +224,7 @@ def data_of(tree):
     )
 
 
-def test_request_facts_are_all_tested():
+def test_plan_request_facts_are_all_tested():
     assert {"load", *FACTS} == set(PlanRequest._fields)
 
 

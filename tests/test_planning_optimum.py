@@ -63,7 +63,7 @@ def placed(plan, load, layer):
     "prices",
     [pytest.param(prices, marks=[pytest.mark.slow] * (prices != "moves and pushes")) for prices in PRICES],
 )
-def test_near_the_least_time(batch, prices):
+def test_relibra_is_near_the_least_time(batch, prices):
     """The plan is near the optimum and never below it."""
     load, routes = batch
     cost, old_node = price(prices), np.arange(6) // 3

@@ -79,7 +79,7 @@ OTHERS = ("olmoe", "qwen3_moe_bfloat16", "qwen3_moe_dense", "qwen3_moe_fused")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in OTHERS else ()) for name in CHECKPOINTS]
 )
-def test_logits_equal_those_of_transformers_live_and_replayed_after_a_reorder(name):
+def test_load_pretrained_gives_logits_of_transformers_live_and_replayed(name):
     reference = np.load(FOLDER / name / "logits.npz")
     tokens, logits = reference["tokens"], reference["logits"]
     mask = np.ones(tokens.shape, bool)
@@ -109,7 +109,7 @@ def test_logits_equal_those_of_transformers_live_and_replayed_after_a_reorder(na
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_load_reorder_and_save_preserve_all_bits(name, tmp_path):
+def test_save_pretrained_preserves_all_bits_after_a_load_and_reorder(name, tmp_path):
     dtype = "bfloat16" if "bfloat16" in name else "float32"
     model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY, home=some_homes(name), param_dtype=dtype)
     reorder_experts(model, None, some_homes(name, 1), mesh=mesh(), topology=TOPOLOGY)
@@ -125,7 +125,7 @@ def test_load_reorder_and_save_preserve_all_bits(name, tmp_path):
         assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
-def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
+def test_pretrained_tensors_come_one_by_one_in_logical_order():
     model = load_pretrained(FOLDER / "qwen3_moe", mesh(), TOPOLOGY, home=some_homes("qwen3_moe"))
     expected, tensors = separate("qwen3_moe"), {}
     for name, value in pretrained_tensors(model, dtype="bfloat16"):
@@ -135,7 +135,7 @@ def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
     assert_same_bits(tensors, {name: value.astype(ml_dtypes.bfloat16) for name, value in expected.items()})
 
 
-def test_correction_biases_stay_float32():
+def test_pretrained_tensors_keep_correction_biases_in_float32():
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, param_dtype="bfloat16")
     dtypes = {name: value.dtype for name, value in pretrained_tensors(model, dtype="float16")}
     biases = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
@@ -143,7 +143,7 @@ def test_correction_biases_stay_float32():
     assert {dtype.name for dtype in dtypes.values()} == {"float16"}
 
 
-def test_a_negative_zero_keeps_its_sign(tmp_path):
+def test_pretrained_tensors_keep_the_sign_of_a_negative_zero(tmp_path):
     tensors = read_all(FOLDER / "mixtral")
     name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
     tensors[name] = np.full_like(tensors[name], -0.0)
@@ -154,7 +154,7 @@ def test_a_negative_zero_keeps_its_sign(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "glm4_moe"])
-def test_each_device_reads_only_its_own_experts(name, monkeypatch):
+def test_load_pretrained_reads_only_the_own_experts_of_each_device(name, monkeypatch):
     reads, read = Counter(), TensorFiles.read
 
     def count(files, tensor, rows=()):
@@ -195,7 +195,7 @@ def assert_rejected(folder, match, **options):
     return str(error.value)
 
 
-def test_one_error_names_all_tensors_that_do_not_match(folder):
+def test_load_pretrained_names_all_tensors_that_do_not_match_in_one_error(folder):
     def change(tensors):
         for expert in range(16):
             del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
@@ -214,7 +214,7 @@ def test_one_error_names_all_tensors_that_do_not_match(folder):
     assert "of shape [60, 16] instead of [61, 16]: lm_head.weight" in message
 
 
-def test_a_mix_of_fused_and_separate_experts_is_rejected(folder):
+def test_load_pretrained_rejects_a_mix_of_fused_and_separate_experts(folder):
     with_tensors(
         folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros(3)})
     )
@@ -226,7 +226,7 @@ def test_a_mix_of_fused_and_separate_experts_is_rejected(folder):
     assert "unexpected: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
 
 
-def test_unsupported_fields_are_named_with_their_values(folder):
+def test_load_pretrained_names_unsupported_fields_with_their_values(folder):
     yarn = {"rope_type": "yarn", "factor": 4.0}
     with_fields(folder, hidden_act="gelu", rope_scaling=yarn, mlp_only_layers=[1], partial_rotary_factor=0.5)
     message = assert_rejected(folder, "config.json: qwen3_moe is supported, but not with")
@@ -252,19 +252,19 @@ def test_unsupported_fields_are_named_with_their_values(folder):
         {"model_type": ["qwen3_moe"]},
     ],
 )
-def test_a_field_of_the_wrong_type_is_named_with_its_value(folder, field):
+def test_load_pretrained_names_a_field_of_the_wrong_type_with_its_value(folder, field):
     with_fields(folder, **field)
     [(name, value)] = field.items()
     assert f"{name}={value!r}" in assert_rejected(folder, "config.json")
 
 
-def test_integer_tensors_are_rejected(folder):
+def test_load_pretrained_rejects_integer_tensors(folder):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     with_tensors(folder, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
     assert f"of dtype I8 instead of F32, BF16, F16: {name}" in assert_rejected(folder, "a qwen3_moe model")
 
 
-def test_the_head_of_a_tied_checkpoint_must_equal_the_embedding(tmp_path):
+def test_load_pretrained_needs_a_tied_head_that_equals_the_embedding(tmp_path):
     shutil.copytree(FOLDER / "qwen3_moe_dense", tmp_path / "tied")
 
     def with_head(factor):
@@ -279,7 +279,7 @@ def test_the_head_of_a_tied_checkpoint_must_equal_the_embedding(tmp_path):
     assert_rejected(tmp_path / "tied", "not equal although tie_word_embeddings is true: lm_head.weight and")
 
 
-def test_dtypes_must_be_floats(folder, tmp_path):
+def test_load_pretrained_and_save_pretrained_take_float_dtypes_alone(folder, tmp_path):
     model = load_pretrained(folder, mesh(), TOPOLOGY, dtype=jax.numpy.bfloat16)
     assert model.config.dtype == "bfloat16"
     assert_rejected(
@@ -290,13 +290,13 @@ def test_dtypes_must_be_floats(folder, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_files_of_a_checkpoint_are_readable_by_all_users(folder, tmp_path):
+def test_save_pretrained_writes_files_that_all_users_can_read(folder, tmp_path):
     save_pretrained(load_pretrained(folder, mesh(), TOPOLOGY), tmp_path / "saved")
     assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "saved").iterdir()} == {"0o644"}
 
 
 @pytest.mark.slow
-def test_bfloat16_logits_are_close_to_float32():
+def test_load_pretrained_gives_bfloat16_logits_close_to_float32():
     reference = np.load(FOLDER / "glm4_moe" / "logits.npz")
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, dtype="bfloat16")
     live = ExpertParallel(mesh=mesh(), topology=dataclasses.replace(TOPOLOGY, replica_slots=0))
@@ -306,7 +306,7 @@ def test_bfloat16_logits_are_close_to_float32():
     assert 0 < np.abs(logits - reference["logits"]).mean() < 0.03 * np.abs(reference["logits"]).mean()
 
 
-def test_invalid_configs_are_rejected(folder, tmp_path):
+def test_load_pretrained_rejects_invalid_configs(folder, tmp_path):
     assert_rejected(tmp_path / "nowhere", "nowhere/config.json: there is no such file")
     with_fields(folder, model_type="llama")
     assert_rejected(folder, "model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral")
@@ -320,7 +320,7 @@ def test_invalid_configs_are_rejected(folder, tmp_path):
     assert_rejected(folder, "expected a JSON object, found list")
 
 
-def test_damaged_files_and_missing_shards_are_rejected(folder, tmp_path):
+def test_load_pretrained_rejects_damaged_files_and_missing_shards(folder, tmp_path):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])
     assert_rejected(folder, r"model.safetensors: not a safetensors file")
@@ -338,7 +338,7 @@ def test_damaged_files_and_missing_shards_are_rejected(folder, tmp_path):
     assert_rejected(tmp_path / "sharded", "not an index of tensors")
 
 
-def test_insufficient_memory_is_detected_before_reading(folder, monkeypatch):
+def test_load_pretrained_detects_insufficient_memory_before_reading(folder, monkeypatch):
     monkeypatch.setattr("relibra_jax.models.load_checks.memory_of_a_device", lambda mesh: 2**30)
     (folder / "model.safetensors").unlink()
     with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
@@ -349,7 +349,7 @@ def test_insufficient_memory_is_detected_before_reading(folder, monkeypatch):
     assert "a device has only 1.00 GiB; use more ranks, or a smaller param_dtype" in message
 
 
-def test_homes_are_checked():
+def test_load_pretrained_checks_homes():
     homes = some_homes("glm4_moe")
     assert_rejected(
         FOLDER / "qwen3_moe", "home has 2 layers, but the model has 3 layers with experts", home=homes
@@ -359,7 +359,7 @@ def test_homes_are_checked():
     )
 
 
-def test_tensors_that_transformers_ignores_are_ignored(tmp_path, caplog):
+def test_load_pretrained_ignores_tensors_that_transformers_ignores(tmp_path, caplog):
     shutil.copytree(FOLDER / "glm4_moe", tmp_path / "glm")
     extra = {f"model.layers.3.{name}.weight": np.zeros(3, np.float32) for name in ("eh_proj", "enorm")}
     save_file(
@@ -378,7 +378,7 @@ def test_tensors_that_transformers_ignores_are_ignored(tmp_path, caplog):
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_tokenizer_and_config_files_are_copied(folder, tmp_path):
+def test_save_pretrained_copies_tokenizer_and_config_files(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     model = load_pretrained(folder, mesh(), TOPOLOGY)
     save_pretrained(model, tmp_path / "saved", source=folder)
@@ -395,7 +395,7 @@ def test_tokenizer_and_config_files_are_copied(folder, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_folder_appears_only_when_it_is_complete(folder, tmp_path, monkeypatch):
+def test_save_pretrained_makes_a_folder_only_when_it_is_complete(folder, tmp_path, monkeypatch):
     model = load_pretrained(folder, mesh(), TOPOLOGY)
 
     def full(*args, **options):
@@ -410,7 +410,7 @@ def test_a_folder_appears_only_when_it_is_complete(folder, tmp_path, monkeypatch
     assert_same_bits(read_all(tmp_path / "saved"), separate("qwen3_moe"))
 
 
-def test_the_computed_bytes_of_a_rank_equal_those_on_a_device():
+def test_rank_bytes_equals_the_bytes_on_a_device():
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, param_dtype="bfloat16")
     own, replicated = rank_bytes(nnx.state(model), TOPOLOGY)
     device_bytes = [leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]

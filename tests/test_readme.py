@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
 
-def test_the_structure_in_contributing_exists():
+def test_contributing_shows_a_structure_that_exists():
     tree = re.search(r"```text\n(relibra_jax/.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert tree
     folders = []
@@ -33,14 +33,14 @@ def options(config):
         yield from options(value) if dataclasses.is_dataclass(value) else (name, f"no-{name}")
 
 
-def test_named_options_exist():
+def test_readme_names_options_that_exist():
     configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Settings()]
     valid = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= valid | {"list", "help"}, used - valid
 
 
-def test_named_commands_exist():
+def test_readme_names_commands_that_exist():
     assert set(re.findall(r"(?:^|`)relibra ([a-z]+)", TEXT, re.MULTILINE)) <= COMMANDS.keys()
     assert set(re.findall(r"experiments\.run ([a-z]+)", TEXT)) <= CONFIGS.keys()
     for program in set(re.findall(r"python -m (experiments\.[a-z_.]*[a-z])", TEXT)):

@@ -89,7 +89,7 @@ def topologies(draw):
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_plan_is_valid(topology, micro_batches, price, seed, data):
+def test_relibra_plans_with_residents_are_valid(topology, micro_batches, price, seed, data):
     """Plans are valid for top-k from one to all experts; every example compiles."""
     top_k = data.draw(st.integers(1, topology.num_experts))
     load, routes = batch_of(np.random.default_rng(seed), topology, micro_batches, top_k)
@@ -121,7 +121,7 @@ def extreme(kind, shape, rng):
 @pytest.mark.parametrize(
     "kind", ["zero", "one hot", "one token", "a layer without tokens", "near 2**31", "other nodes idle"]
 )
-def test_extreme_loads(kind):
+def test_relibra_plans_of_extreme_loads_are_valid(kind):
     """Plans are valid for routes that contradict the load and for tokens without a place."""
     rng = np.random.default_rng(0)
     _, routes = batch_of(rng, TOPOLOGY, 2, 3)
@@ -135,7 +135,7 @@ def test_extreme_loads(kind):
 
 
 @pytest.mark.slow
-def test_pushes_that_cost_too_much_are_not_made():
+def test_relibra_makes_no_pushes_that_cost_too_much():
     """Expensive residents are not chosen; free ones fill all slots, as every node has tokens for more experts."""
     load, routes = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
     dear = plan_of(TOPOLOGY, load, routes, PRICES["dear"])
@@ -145,7 +145,7 @@ def test_pushes_that_cost_too_much_are_not_made():
     assert (resident_experts(free, TOPOLOGY) != EMPTY).all()
 
 
-def test_no_resident_slots_and_no_residents_are_the_same_plan():
+def test_relibra_plans_alike_without_residents_and_without_their_slots():
     """If every push and move is too expensive, the plan equals that without resident slots."""
     load, routes = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)
     price = dataclasses.replace(PRICE, push=1e12, move=1e12)
@@ -159,7 +159,7 @@ def test_no_resident_slots_and_no_residents_are_the_same_plan():
 
 
 @pytest.mark.slow
-def test_the_same_plan_under_vmap():
+def test_relibra_gives_the_same_plan_under_vmap():
     batches = [batch_of(np.random.default_rng(seed), TOPOLOGY, 2, 3) for seed in range(2)]
     state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))
 
@@ -175,7 +175,7 @@ def test_the_same_plan_under_vmap():
 
 
 @pytest.mark.slow
-def test_double_precision_changes_no_plan():
+def test_relibra_ignores_double_precision():
     load, routes = batch_of(np.random.default_rng(0), TOPOLOGY, 2, 3)
     with jax.enable_x64(True):
         state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))

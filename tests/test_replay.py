@@ -55,7 +55,7 @@ def test_expert_load_equals_a_loop(top_k, jit):
     np.testing.assert_array_equal(load, loop_load(replay, assignment, 8))
 
 
-def test_load_is_conserved_in_every_layer():
+def test_expert_load_is_conserved_in_every_layer():
     replay = random_replay(3)
     copies = replay.mask.sum() * 2
     load = np.asarray(expert_load(replay, assign(3, 5), num_experts=8))
@@ -64,7 +64,7 @@ def test_load_is_conserved_in_every_layer():
     np.testing.assert_array_equal(per_sample, np.repeat(replay.mask.sum(axis=1)[:, None] * 2, 3, axis=1))
 
 
-def test_a_sample_in_two_places_counts_twice_and_empty_counts_nothing():
+def test_expert_load_counts_a_sample_in_two_places_twice_and_empty_never():
     replay = random_replay(4)
     once = np.asarray(sample_load(replay, num_experts=8))
     load = np.asarray(expert_load(replay, Assignment(np.array([[[[1, 1], [EMPTY, EMPTY]]]])), num_experts=8))
@@ -72,7 +72,7 @@ def test_a_sample_in_two_places_counts_twice_and_empty_counts_nothing():
     assert not load[0, :, 0, 1].any()
 
 
-def test_places_outside_the_batch_count_nothing():
+def test_assigned_load_counts_nothing_for_places_outside_the_batch():
     once = np.asarray(sample_load(random_replay(6), num_experts=8))
     places = np.array([[[[7, 0], [EMPTY, 2**31 - 1]]], [[[-5, 5], [4, 0]]]])
     load = np.asarray(assigned_load(once, Assignment(places)))
@@ -81,7 +81,7 @@ def test_places_outside_the_batch_count_nothing():
     assert load.sum() == 2 * once[0].sum() + once[4].sum()
 
 
-def test_assignments_are_counted_under_vmap():
+def test_assigned_load_counts_assignments_under_vmap():
     """The load of each micro-batch is independent of the others and of the number of samples."""
     once = np.asarray(sample_load(random_replay(7), num_experts=8))
     assignments = [assign(seed, samples) for seed, samples in enumerate((5, 3, 0))]
@@ -92,7 +92,7 @@ def test_assignments_are_counted_under_vmap():
         np.testing.assert_array_equal(load, assigned_load(once, assignment))
 
 
-def test_room_on_ranks_takes_no_memory():
+def test_assigned_load_takes_no_memory_for_room_on_ranks():
     """No array in the program is larger than the argument or the result, however many entries are EMPTY."""
 
     def sizes(jaxpr):
@@ -106,13 +106,13 @@ def test_room_on_ranks_takes_no_memory():
     assert max(sizes(program.jaxpr)) == sample.size
 
 
-def test_ids_of_256_experts_in_uint8_count_as_themselves():
+def test_sample_load_counts_ids_of_256_experts_in_uint8_as_themselves():
     ids = np.array([[[[255, 0]]]], np.uint8)
     load = np.asarray(sample_load(RoutingReplay(ids, np.array([[True]])), num_experts=256))
     assert np.flatnonzero(load[0, 0]).tolist() == [0, 255]
 
 
-def test_an_id_outside_the_range_never_counts_for_another_expert():
+def test_sample_load_never_counts_an_id_outside_the_range_for_another():
     ids = np.array([[[[-1, 1]], [[4, 2]]]])
     load = sample_load(RoutingReplay(ids, np.array([[True, True]])), num_experts=4)
     assert np.asarray(load).tolist() == [[[0, 1, 1, 0]]]
@@ -144,20 +144,20 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_with_sample_token_and_layer(name):
+def test_check_replay_names_a_fault_with_sample_token_and_layer(name):
     change, message = FAULTS[name]
     with pytest.raises(ValueError, match=message):
         check_replay(broken(change), num_experts=8)
 
 
-def test_the_fault_is_placed_by_position_even_behind_left_padding():
+def test_check_replay_places_a_fault_by_position_behind_left_padding():
     mask = np.array([[False, True], [False, True]])
     ids = np.array([[[[9, 9]], [[0, 1]]], [[[9, 9]], [[2, 2]]]])
     with pytest.raises(ValueError, match="sample 1, token 1, layer 0: expert 2 appears twice"):
         check_replay(RoutingReplay(ids, mask), num_experts=4)
 
 
-def test_top_1_zeros_are_legal_until_chance_cannot_explain_them():
+def test_check_replay_accepts_only_top_1_zeros_that_chance_explains():
     few, many = np.zeros((1, 2, 1, 1), np.uint8), np.zeros((4, 20, 1, 1), np.uint8)
     check_replay(RoutingReplay(few, np.ones((1, 2), bool)), num_experts=8)
     with pytest.raises(ValueError, match="layer 0: only zeros for every token"):
@@ -176,7 +176,7 @@ def test_top_1_zeros_are_legal_until_chance_cannot_explain_them():
         (np.zeros((1, 2, 1, 1), np.uint8), 257, "uint8 cannot hold the ids of num_experts=257"),
     ],
 )
-def test_axes_and_dtypes_that_do_not_fit_are_named(ids, num_experts, message):
+def test_check_replay_names_axes_and_dtypes_that_do_not_fit(ids, num_experts, message):
     with pytest.raises(ValueError, match=message):
         check_replay(RoutingReplay(ids, np.ones((1, 2), bool)), num_experts=num_experts)
 
@@ -188,7 +188,7 @@ def test_axes_and_dtypes_that_do_not_fit_are_named(ids, num_experts, message):
     tokens=st.integers(0, 5),
     num_experts=st.sampled_from([2, 8, 256, 257, 70_000]),
 )
-def test_any_replay_survives_its_file(tmp_path_factory, seed, samples, tokens, num_experts):
+def test_load_replay_restores_any_saved_replay(tmp_path_factory, seed, samples, tokens, num_experts):
     rng = np.random.default_rng(seed)
     mask = rng.random((samples, tokens)) < 0.6
     first = rng.integers(0, num_experts, (samples, tokens, 2))
@@ -210,12 +210,12 @@ def saved(tmp_path):
     return replay, tmp_path / "batch.npz"
 
 
-def test_nothing_is_left_beside_the_file(saved):
+def test_save_replay_leaves_nothing_beside_the_file(saved):
     _, path = saved
     assert [entry.name for entry in path.parent.iterdir()] == ["batch.npz"]
 
 
-def test_an_interrupted_save_keeps_the_old_file(saved, monkeypatch):
+def test_save_replay_keeps_the_old_file_if_interrupted(saved, monkeypatch):
     replay, path = saved
     before = path.read_bytes()
     monkeypatch.setattr(np, "savez_compressed", lambda file, **_: file.write(b"half") and 1 / 0)
@@ -225,7 +225,7 @@ def test_an_interrupted_save_keeps_the_old_file(saved, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == ["batch.npz"]
 
 
-def test_an_invalid_replay_is_not_saved(tmp_path):
+def test_save_replay_does_not_save_an_invalid_replay(tmp_path):
     with pytest.raises(ValueError, match="appears twice"):
         save_replay(tmp_path / "batch.npz", broken(put((0, 0, 0), 3)), num_experts=8)
     assert not list(tmp_path.iterdir())
@@ -233,7 +233,7 @@ def test_an_invalid_replay_is_not_saved(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_damaged_file_never_gives_another_replay(tmp_path_factory, data):
+def test_load_replay_never_gives_another_replay_from_a_damaged_file(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("replay") / "batch.npz"
     save_replay(path, random_replay(1), num_experts=9)
     whole, original = path.read_bytes(), load_replay(path)
@@ -276,19 +276,19 @@ def test_a_damaged_file_never_gives_another_replay(tmp_path_factory, data):
         ({"routed_experts": np.array([[[None]]]), "lengths": [1]}, "not a whole .npz file"),
     ],
 )
-def test_a_file_that_is_no_replay_is_refused_by_name(tmp_path, arrays, message):
+def test_load_replay_refuses_a_file_that_is_no_replay_by_name(tmp_path, arrays, message):
     path = tmp_path / "other.npz"
     np.savez(path, **arrays)
     with pytest.raises(ValueError, match=rf"other\.npz: .*{message}"):
         load_replay(path)
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
+def test_load_replay_raises_an_os_error_for_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_replay(tmp_path / "none.npz")
 
 
-def test_an_inferred_number_of_experts_can_be_told(tmp_path):
+def test_stored_num_experts_is_none_if_load_replay_infers_the_number(tmp_path):
     path = tmp_path / "trace.npz"
     np.savez(path, routed_experts=np.array([[[2, 5]]], np.uint8), lengths=[1], dataset=["one"])
     assert load_replay(path)[1] == 6
@@ -296,7 +296,7 @@ def test_an_inferred_number_of_experts_can_be_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_real_trace_loads_and_is_conserved(shared):
+def test_load_replay_loads_the_real_trace_whose_load_is_conserved(shared):
     path = shared / "traces" / "gptoss20b_rollouts.npz"
     replay, num_experts = load_replay(path)
     assert (num_experts, stored_num_experts(path)) == (32, None)

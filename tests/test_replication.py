@@ -98,7 +98,7 @@ token_counts = st.one_of(
 @example(load=np.zeros((1, 2, 32), np.int32), seed=0)
 @example(load=np.full((1, 2, 32), (2**31 - 1) // 32, np.int32), seed=0)
 @example(load=np.where(np.arange(32) == 5, 2**31 - 1, 0).astype(np.int32)[None, None].repeat(2, 1), seed=0)
-def test_plans_are_valid(method, load, seed):
+def test_replicate_experts_gives_valid_plans(method, load, seed):
     rng = np.random.default_rng(seed)
     home = np.stack([rng.permutation(32), np.arange(32)]).astype(np.int32)
     plan = replicated(method, load, home)
@@ -127,7 +127,7 @@ def test_plans_are_valid(method, load, seed):
     ("nodes", "ranks", "experts", "slots"), [(1, 1, 4, 2), (2, 1, 2, 1), (2, 3, 6, 0), (1, 2, 2, 5)]
 )
 @pytest.mark.parametrize("method", ["joint", "exact", "EPLB's places"])
-def test_odd_shapes(nodes, ranks, experts, slots, method):
+def test_replicate_experts_gives_valid_plans_for_odd_shapes(nodes, ranks, experts, slots, method):
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks, num_experts=experts, replica_slots=slots)
     source = np.random.default_rng(0).integers(0, 90, (2, 1, nodes, ranks, experts)).astype(np.int32)
     home = np.arange(experts, dtype=np.int32)[None]
@@ -138,7 +138,7 @@ def test_odd_shapes(nodes, ranks, experts, slots, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "recorded"])
-def test_near_the_mixed_integer_optimum(kind, slots, shared):
+def test_replicate_domain_is_near_the_mixed_integer_optimum(kind, slots, shared):
     rng = np.random.default_rng(3)
     gaps = []
     for ranks, homes in ((4, 2), (4, 4)):
@@ -154,7 +154,7 @@ def test_near_the_mixed_integer_optimum(kind, slots, shared):
 
 
 @pytest.mark.slow
-def test_recorded_loads_reach_the_bound(shared):
+def test_replicate_domain_reaches_the_bound_with_recorded_loads(shared):
     for homes in (2, 4):
         loads = recorded_loads(shared, homes).astype(np.int32)
         for slots, allowed in ((1, 0.0005), (2, 0.0)):
@@ -165,14 +165,14 @@ def test_recorded_loads_reach_the_bound(shared):
                 assert (np.asarray(bound) == -(-loads.sum((1, 2)) // 4)).all()
 
 
-def test_tiles_are_balanced_near_the_optimum():
+def test_replicate_domain_balances_tiles_near_the_optimum():
     loads = random_loads(np.random.default_rng(4), "lognormal", 8, 4, 4)
     _, quota = domains(replica_slots=2, tile=128)(loads.astype(np.int32))
     best = np.array([solve_replication(load, 2, tile=128) for load in loads])
     assert np.mean(np.asarray(quota).sum(-1).max(-1) / best - 1) < 0.005
 
 
-def test_few_replicas_among_equally_good_plans():
+def test_replicate_domain_uses_few_replicas_among_equally_good_plans():
     loads = random_loads(np.random.default_rng(5), "lognormal", 8, 4, 2) // 400
     replica, quota = domains(replica_slots=2)(loads.astype(np.int32))
     tops = np.asarray(quota).sum(-1).max(-1)
@@ -181,7 +181,7 @@ def test_few_replicas_among_equally_good_plans():
     assert used.sum() <= 1.1 * np.sum(fewest)
 
 
-def test_balanced_loads_need_no_replica():
+def test_replicate_experts_uses_no_replica_for_balanced_loads():
     load = np.full((1, 1, 32), 7, np.int32)
     plan = replicated("joint", np.repeat(load, 2, 1), np.tile(np.arange(32, dtype=np.int32), (2, 1)))
     assert np.asarray(replica_count(plan, TOPOLOGY)).tolist() == [[0, 0]]
@@ -189,7 +189,7 @@ def test_balanced_loads_need_no_replica():
 
 @pytest.mark.parametrize("tile", [1, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact_balance_to_one_tile(kind, tile):
+def test_replicate_domain_exact_balances_to_one_tile(kind, tile):
     loads = random_loads(np.random.default_rng(6), kind, 64, 4, 4).astype(np.int32)
     _, quota = domains(replica_slots=4, tile=tile, exact=True)(loads)
     total = np.asarray(quota).sum(-1)
@@ -200,7 +200,7 @@ def test_exact_balance_to_one_tile(kind, tile):
 
 
 @pytest.mark.slow
-def test_halves_are_worse_than_both_together():
+def test_replicate_experts_is_better_than_either_half_alone():
     loads = (
         random_loads(np.random.default_rng(7), "lognormal", 64, 8, 16).reshape(16, 4, 128).astype(np.int32)
     )
@@ -214,7 +214,7 @@ def test_halves_are_worse_than_both_together():
     assert top["joint"] < top["even split"]
 
 
-def test_split_comes_near_the_best_for_its_places():
+def test_split_tokens_comes_near_the_best_for_its_places():
     loads = random_loads(np.random.default_rng(8), "zipf", 16, 4, 4).astype(np.int32)
     replica = jax.jit(jax.vmap(functools.partial(place_heaviest, replica_slots=2)))(loads)
     kept, quota = jax.jit(jax.vmap(split_tokens))(loads, replica)
@@ -227,7 +227,7 @@ def test_split_comes_near_the_best_for_its_places():
     assert gaps.max() < 0.01
 
 
-def test_same_plan_again_without_compiling_again():
+def test_replicate_experts_gives_the_same_plan_without_compiling_again():
     plan_with = jax.jit(functools.partial(replicate_experts, topology=TOPOLOGY))
     placement = Placement.without_residents(np.tile(np.arange(32, dtype=np.int32), (2, 1)), TOPOLOGY)
     for seed in range(3):
@@ -238,7 +238,7 @@ def test_same_plan_again_without_compiling_again():
     assert plan_with._cache_size() == 1
 
 
-def test_works_under_scan():
+def test_replicate_experts_works_under_scan():
     placement = Placement.without_residents(jnp.tile(jnp.arange(32, dtype=jnp.int32), (2, 1)), TOPOLOGY)
     loads = np.random.default_rng(0).integers(0, 1000, (3, 1, 2, 32))
     loads = jnp.stack([request_of(load, TOPOLOGY).load for load in loads])
@@ -259,14 +259,14 @@ def test_works_under_scan():
         ({"tile": True}, "tile=True must be an integer of at least 1"),
     ],
 )
-def test_bad_options(options, message):
+def test_replicate_experts_rejects_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         replicate_experts(ONES, IN_ORDER, TOPOLOGY, **options)
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.5, 1e9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tolerance_buys_replicas(kind, tolerance):
+def test_replicate_domain_saves_replicas_within_the_tolerance(kind, tolerance):
     """Largest rank loads stay within the tolerance; no domain has more replicas, and all together have fewer.
 
     A single hot expert needs a replica on every other rank also with 5%.
@@ -293,6 +293,6 @@ def test_tolerance_buys_replicas(kind, tolerance):
         ({"tolerance": 0.05, "exact": True}, "tolerance=0.05 cannot be combined with exact=True"),
     ],
 )
-def test_tolerances_that_are_none(options, message):
+def test_replicate_experts_rejects_tolerances_that_are_none(options, message):
     with pytest.raises(ValueError, match=message):
         replicate_experts(ONES, IN_ORDER, TOPOLOGY, **options)

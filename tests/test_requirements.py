@@ -23,11 +23,11 @@ def locked(name):
 
 
 @pytest.mark.parametrize("needed", NEEDED, ids=str)
-def test_every_floor_is_in_the_lock_of_lowest_versions(needed):
+def test_requirements_have_their_floors_in_the_lock_of_lowest_versions(needed):
     (floor,) = (Version(bound.version) for bound in needed.specifier if bound.operator == ">=")
     assert locked("requirements-lowest.lock")[needed.name] == floor, "make lock, and make lowest"
 
 
 @pytest.mark.parametrize("needed", NEEDED, ids=str)
-def test_what_is_developed_with_is_allowed(needed):
+def test_requirements_allow_what_is_developed_with(needed):
     assert locked("requirements-dev.lock")[needed.name] in needed.specifier

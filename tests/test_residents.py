@@ -26,7 +26,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """Two micro-batches of one layer, expert e at home in slot e. A rank has 2 homes, 2 residents, 1 replica.
+    """Make two micro-batches of one layer, expert e at home in slot e. A rank has 2 homes, 2 residents, 1 replica.
 
     Residents: 6 on rank (0, 1), 1 and 7 on (1, 0), 0 on (1, 1). Replicas: in micro-batch 0 expert 1 on (0, 1) from its
     home and 0 on (1, 0) from the resident beside it, in micro-batch 1 expert 4 on (1, 1) from its home.
@@ -46,7 +46,7 @@ def plan():
 
 @pytest.fixture
 def load(plan):
-    """The load of the plan, with all tokens on rank (1, 0)."""
+    """Return the load of the plan, with all tokens on rank (1, 0)."""
     load = np.zeros((2, 1, 2, 2, 8), np.int32)
     for m in range(2):
         filled = plan.slot_expert[m, 0] != EMPTY
@@ -140,7 +140,7 @@ def test_check_plan_lets_residents_cross_nodes(plan):
 
 @functools.cache
 def layer_check(across_nodes):
-    """The jitted check of a plan ``[M, L]`` inside the layer."""
+    """Return the jitted check of a plan ``[M, L]`` inside the layer."""
     valid = functools.partial(is_valid, topology=TOPOLOGY, across_nodes=across_nodes)
     return jax.jit(jax.vmap(jax.vmap(valid)))
 
@@ -188,12 +188,14 @@ def test_copy_source_prefers_residents_in_the_node():
     """
     topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1, resident_slots=1)
     slots = [
+        # 2 has its home on this node, and a resident in an earlier slot.
         [
             [0, EMPTY, 2],
             [1, 2, 0],
             [2, EMPTY, EMPTY],
-        ],  # 2 has its home on this node, and a resident in an earlier slot
-        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 has two residents, 1 is not on this node
+        ],
+        # 0 has two residents, 1 is not on this node.
+        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],
     ]
     plan = LayerPlan(np.array(slots), np.arange(6), np.zeros((2, 3, 3), int), None)
     assert copy_source(plan, topology).tolist() == [[[4], [0], [EMPTY]], [[9], [2], [EMPTY]]]
@@ -241,7 +243,7 @@ def test_replication_bound_counts_residents_across_nodes():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_assembled_plans_keep_order_and_quotas(seed):
+def test_assemble_plan_keeps_order_and_quotas(seed):
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
@@ -257,7 +259,7 @@ def test_assembled_plans_keep_order_and_quotas(seed):
 
 @pytest.mark.parametrize("name", ["static", "eplb", "lplb"])
 def test_planners_without_residents_leave_their_slots_empty(name):
-    """Such planners leave the resident slots empty."""
+    """Their plans are those of the topology without resident slots, with these slots empty."""
     planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
     load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
     plans = [

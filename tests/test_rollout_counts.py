@@ -46,7 +46,7 @@ def assert_counts_of(replay, counts, num_experts):
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_every_layout_is_counted_as_its_replay(name):
+def test_sample_counts_counts_every_layout_as_its_replay(name):
     layout, encode, _ = ENCODINGS[name]
     ids = example()
     source = encode(ids, LEFT_PADDED, 16)
@@ -57,13 +57,13 @@ def test_every_layout_is_counted_as_its_replay(name):
     assert_counts_of(RoutingReplay(ids, LEFT_PADDED), counts, 16)
 
 
-def test_a_file_is_counted(tmp_path):
+def test_sample_counts_counts_a_file(tmp_path):
     replay = RoutingReplay(example(), LEFT_PADDED)
     save_replay(tmp_path / "a.npz", replay, num_experts=16)
     assert_counts_of(replay, sample_counts(tmp_path / "a.npz", layout="npz", mask=LEFT_PADDED, **MODEL), 16)
 
 
-def test_the_recorded_trace_is_counted():
+def test_sample_counts_counts_the_recorded_trace():
     path = ROOT / "relibra_jax" / "data" / "recorded_trace.npz"
     replay, num_experts = load_replay(path)
     _, _, layers, top_k = replay.expert_ids.shape
@@ -79,7 +79,7 @@ def test_the_recorded_trace_is_counted():
     top_k=st.integers(1, 4),
     moe_layers=st.sampled_from([[0, 1, 2], [2], [0, 2]]),
 )
-def test_any_batch_is_counted(seed, samples, num_experts, top_k, moe_layers):
+def test_sample_counts_counts_any_batch(seed, samples, num_experts, top_k, moe_layers):
     mask = np.random.default_rng(seed).random((samples, 7)) < 0.6
     ids = routes(seed, mask, layers=3, num_experts=num_experts, top_k=top_k)
     ids[(ids[:, :, moe_layers] == 0).all(axis=(2, 3))] = num_experts - 1
@@ -98,7 +98,7 @@ def test_any_batch_is_counted(seed, samples, num_experts, top_k, moe_layers):
     ("longest", "dtype"),
     [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32)],
 )
-def test_the_dtype_holds_a_sample_that_sends_every_token_to_one_expert(longest, dtype):
+def test_sample_counts_dtype_holds_a_sample_with_all_tokens_at_one_expert(longest, dtype):
     mask = np.arange(longest) < np.array([[3], [longest]])
     source = [np.ones((tokens, 1, 1), np.uint8) for tokens in mask.sum(1)]
     model = {"num_experts": 4, "top_k": 1, "num_layers": 1}
@@ -108,7 +108,7 @@ def test_the_dtype_holds_a_sample_that_sends_every_token_to_one_expert(longest, 
     assert tokens.dtype == np.int32
 
 
-def test_what_is_refused_is_refused_in_the_same_words():
+def test_sample_counts_refuses_in_the_words_of_replay_from_rollout():
     ids = example()
     ids[1, 4, 2] = 5
     for source, start in ((vllm(ids, LEFT_PADDED), 0), (padded(example(), LEFT_PADDED, -1)[0], None)):
@@ -120,7 +120,7 @@ def test_what_is_refused_is_refused_in_the_same_words():
         assert str(from_counts.value) == str(from_replay.value)
 
 
-def test_a_rollout_worker_touches_no_device():
+def test_sample_counts_touches_no_device():
     """With an unknown platform any use of a JAX device raises, so the counts use none."""
     program = """if True:
         import numpy as np
@@ -142,7 +142,7 @@ SEND = {"num_experts": 8, "top_k": 2, "num_layers": 3}
 
 @pytest.fixture(scope="module")
 def batch():
-    """A batch of three workers, each padded to its own longest sample, and the same batch as one replay."""
+    """Make a batch of three workers, each padded to its own longest sample, and the same batch as one replay."""
     rng = np.random.default_rng(0)
     workers = []
     for samples, positions in ((8, 40), (4, 300), (12, 9)):
@@ -169,7 +169,7 @@ def counts_of_workers(workers):
     [(static(), False), (eplb(), True), (LEAN, True)],
     ids=["static", "eplb in jit", "relibra in jit"],
 )
-def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
+def test_plan_batch_plans_counts_as_the_whole_routes(batch, planner, jit):
     workers, replay = batch
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     assign = functools.partial(assign_samples, steps=200)
@@ -201,7 +201,7 @@ COST = Price(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "loses"), [(1, False), (2, True)])
-def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses):
+def test_plan_batch_uses_routes_of_a_few_tokens_where_there_are_nodes(batch, nodes, loses):
     workers, _ = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
     state = LEAN.init(topology, 3, key=jax.random.key(0))
@@ -214,7 +214,7 @@ def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses
     assert loses == bool((with_routes.plan.home != without.plan.home).any())
 
 
-def test_counts_of_another_model_are_refused():
+def test_plan_batch_refuses_counts_of_another_model():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     counts = Batch(np.zeros((4, 3, 9), np.int32), np.ones(4, np.int32))
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(4, 3, 8\), found \(4, 3, 9\)"):

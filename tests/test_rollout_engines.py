@@ -45,20 +45,20 @@ def assert_missing(layout, source, ids, missing, mask=LEFT_PADDED):
 
 
 def last_tokens(mask, count):
-    """True at the last ``count`` real tokens of every sample."""
+    """Mark the last ``count`` real tokens of every sample."""
     token = np.cumsum(mask, axis=1)
     return mask & (token > token[:, -1:] - count)
 
 
 @pytest.mark.parametrize("behind", [1, 2])
-def test_trap_routes_that_skyrl_makes_up_are_none(behind):
+def test_replay_from_rollout_takes_made_up_routes_of_skyrl_as_missing(behind):
     ids = example()
     missing = last_tokens(LEFT_PADDED, behind)
     batch = np.where((LEFT_PADDED & ~missing)[..., None, None], ids, np.arange(3)).astype(np.uint8)
     assert_missing("skyrl", batch, ids, missing)
 
 
-def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
+def test_replay_from_rollout_takes_skyrl_rows_from_token_0_that_end_early():
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     assert_missing("skyrl", list(map(skyrl_packed, rows)), ids, last_tokens(LEFT_PADDED, 2))
@@ -78,7 +78,7 @@ def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
         ("prime_rl", lambda rows: prime_rl_transport(rows, len(rows) + 1)),
     ],
 )
-def test_a_dtype_taken_from_the_ids_of_one_sample_says_nothing_of_the_model(layout, encode, num_experts):
+def test_replay_from_rollout_infers_no_model_from_the_dtype_of_one_sample(layout, encode, num_experts):
     ids = example()
     ids[0, 1, 0] = [num_experts - 1, 0, 1]
     shorter = LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
@@ -100,13 +100,13 @@ def test_a_dtype_taken_from_the_ids_of_one_sample_says_nothing_of_the_model(layo
         ({"data": "%%%"}, "not base64|Only base64 data|Non-base64|padding"),
     ],
 )
-def test_a_damaged_part_of_skyrl_is_named(change, message):
+def test_replay_from_rollout_names_a_damaged_part_of_skyrl(change, message):
     with pytest.raises(ValueError, match=rf"^layout 'skyrl': sample 0: .*({message})"):
         read("skyrl", [skyrl_packed(example()[0, 1:5]) | change], ONE)
 
 
 @pytest.mark.parametrize("zeros", [0, 2])
-def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
+def test_replay_from_rollout_takes_prime_rls_placeholder_row_as_missing(zeros):
     """The placeholder repeats the row before; a longer transport has zeros after it."""
     ids = example()
     rows = [sample[: len(sample) - zeros] for sample in vllm(ids, LEFT_PADDED)]
@@ -122,7 +122,7 @@ def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
         assert_missing("prime_rl", source, ids, last_tokens(LEFT_PADDED, 1))
 
 
-def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
+def test_replay_from_rollout_keeps_equal_last_rows_of_prime_rls_answer():
     """A response has only rows of the engine, and two tokens may have equal routes."""
     ids = example(mask=ONE)
     ids[0, 3] = ids[0, 2]
@@ -130,7 +130,7 @@ def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
     np.testing.assert_array_equal(replay.expert_ids[0], ids[0, :4])
 
 
-def test_prime_rls_answer_says_its_start_and_the_first_ones_had_no_dtype():
+def test_replay_from_rollout_reads_prime_rls_start_and_needs_no_dtype():
     ids = example(mask=ONE)
     answer = prime_rl_answer(ids[0, 2:4], start=2)
     del answer["dtype"]
@@ -142,7 +142,7 @@ def test_prime_rls_answer_says_its_start_and_the_first_ones_had_no_dtype():
         read("prime_rl", [None], ONE)
 
 
-def test_prime_rls_bytes_of_the_wrong_width_are_refused():
+def test_replay_from_rollout_refuses_prime_rls_bytes_of_the_wrong_width():
     transport = prime_rl_transport(example()[0, 1:5], 5)
     transport.dtype = "uint16"
     with pytest.raises(ValueError, match=r"sample 0: shape \[5, 4, 3\] is not .* of 30 ids"):
@@ -152,7 +152,7 @@ def test_prime_rls_bytes_of_the_wrong_width_are_refused():
         read("prime_rl", [transport], ONE)
 
 
-def test_miles_with_fewer_rows_than_it_promises_asks_for_the_start():
+def test_replay_from_rollout_asks_for_the_start_of_miles_with_fewer_rows():
     rows = [sample[1:] for sample in vllm(example(), LEFT_PADDED)]
     with pytest.raises(
         ValueError, match=r"^layout 'miles': sample 0: found 2 rows, expected 4, .*pass start"
@@ -160,14 +160,14 @@ def test_miles_with_fewer_rows_than_it_promises_asks_for_the_start():
         read("miles", rows)
 
 
-def test_miles_needs_no_start_and_its_padding_is_no_route():
+def test_replay_from_rollout_starts_miles_at_0_and_drops_its_padding():
     ids = example()
     missing = last_tokens(LEFT_PADDED, 1)
     assert_missing("miles", vllm(ids, LEFT_PADDED), ids, missing)
     assert_missing("miles", whole(padded(ids, LEFT_PADDED, EMPTY), LEFT_PADDED), ids, missing)
 
 
-def test_a_sample_that_areal_calls_invalid_has_no_routes():
+def test_replay_from_rollout_takes_invalid_samples_of_areal_as_missing():
     ids = example()
     trajectories = areal_trajectories(ids, LEFT_PADDED)
     trajectories["r3_routing_valid"][1] = False
@@ -197,13 +197,13 @@ def test_a_sample_that_areal_calls_invalid_has_no_routes():
         ),
     ],
 )
-def test_a_source_that_is_not_areals_is_named(source, message):
+def test_replay_from_rollout_names_a_source_that_is_not_areals(source, message):
     with pytest.raises(ValueError, match=rf"^layout 'areal': .*{message}"):
         read("areal", source)
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [1, 3]])
-def test_layers_of_transformers_are_told_by_their_numbers(numbers):
+def test_replay_from_rollout_tells_layers_of_transformers_by_their_numbers(numbers):
     ids, layers = example(), selected_experts(example())
     source = {number: layers[number] for number in reversed(numbers)}
     replay = read("transformers", source, moe_layers=[1, 3])
@@ -224,12 +224,12 @@ def test_layers_of_transformers_are_told_by_their_numbers(numbers):
         (7, "expected a sequence of layers, found int"),
     ],
 )
-def test_layers_that_are_not_the_models_are_named(source, message):
+def test_replay_from_rollout_names_layers_that_are_not_the_models(source, message):
     with pytest.raises(ValueError, match=rf"^layout 'transformers': {message}"):
         read("transformers", source)
 
 
-def test_tensorrt_llm_has_rows_of_moe_layers_alone():
+def test_replay_from_rollout_reads_tensorrt_llm_rows_of_moe_layers_alone():
     ids, mask = example(), LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
     replay = read("tensorrt_llm", vllm(ids[:, :, [1, 3]], LEFT_PADDED), mask, moe_layers=[1, 3])
     np.testing.assert_array_equal(replay.expert_ids[mask], ids[mask][:, [1, 3]])

@@ -26,13 +26,13 @@ def rows_read(reader, **changes):
         ({"fill": "zeros", "live_routing": live(example())}, "fill='zeros' must be 'live' or None"),
     ],
 )
-def test_half_a_wish_is_refused(reader, wish, message):
+def test_live_routing_and_fill_are_refused_one_without_the_other(reader, wish, message):
     with pytest.raises(ValueError, match=rf"^{message}"):
         rows_read(reader, **wish)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_it_is_said_how_many_tokens_of_how_many_samples_were_filled(reader, caplog):
+def test_live_routing_is_reported_with_the_tokens_and_samples_it_filled(reader, caplog):
     with caplog.at_level(logging.WARNING, logger="relibra_jax"):
         rows_read(reader, start=[0, 0, 0], fill="live", live_routing=live(example()))
     (record,) = caplog.records
@@ -43,7 +43,7 @@ def test_it_is_said_how_many_tokens_of_how_many_samples_were_filled(reader, capl
     )
 
 
-def test_tokens_that_engines_do_route_are_told_from_the_last_ones(caplog):
+def test_live_routing_report_tells_routed_tokens_from_the_last_ones(caplog):
     ids = example()
     holes = ids.copy()
     holes[2, 1:3] = 0
@@ -52,13 +52,13 @@ def test_tokens_that_engines_do_route_are_told_from_the_last_ones(caplog):
     assert "2 of 13 tokens, in 1 of 3 samples (0 are the last" in caplog.text
 
 
-def test_a_whole_recording_is_not_spoken_of(caplog):
+def test_live_routing_is_not_reported_for_a_whole_recording(caplog):
     with caplog.at_level(logging.WARNING, logger="relibra_jax"):
         full(example(), fill="live", live_routing=live(example()))
     assert not caplog.records
 
 
-def test_a_refused_fill_is_not_reported_as_done(caplog):
+def test_live_routing_is_not_reported_if_its_routes_are_refused(caplog):
     with pytest.raises(ValueError, match="expert id 16 is outside"):
         rows_read(replay_from_rollout, fill="live", live_routing=lambda missing: np.full((3, 6, 4, 3), 16))
     assert not caplog.records

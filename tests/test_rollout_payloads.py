@@ -44,7 +44,7 @@ from relibra_jax.rollout.ingest import replay_from_rollout
     ),
     data=st.data(),
 )
-def test_a_cut_payload_never_gives_another_replay(name, data):
+def test_replay_from_rollout_never_gives_another_replay_of_a_cut_payload(name, data):
     layout, encode, _ = ENCODINGS[name]
     ids = example()
     source = encode(ids, LEFT_PADDED, 16)
@@ -63,7 +63,7 @@ def test_a_cut_payload_never_gives_another_replay(name, data):
 
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [1, 3]])
-def test_dense_layers_of_a_flat_buffer_are_told_by_size(layers):
+def test_replay_from_rollout_tells_dense_layers_of_a_flat_buffer_by_size(layers):
     ids = example()
     replay = replay_from_rollout(
         sglang(ids[:, :, layers], LEFT_PADDED),
@@ -78,7 +78,7 @@ def test_dense_layers_of_a_flat_buffer_are_told_by_size(layers):
     np.testing.assert_array_equal(replay.expert_ids[LEFT_PADDED], ids[LEFT_PADDED][:, [1, 3]])
 
 
-def test_a_flat_buffer_that_can_be_read_in_two_ways_is_refused():
+def test_replay_from_rollout_refuses_a_flat_buffer_with_two_readings():
     ids, mask = example(mask=np.ones((1, 9), bool)), np.ones((1, 9), bool)
     source = [{"routed_experts": b64(ids[0, :2].astype("int32").tobytes())}]
     with pytest.raises(ValueError, match=r"sample 0: 24 ids are not 8 rows .* of 4 layers or 2 MoE layers"):
@@ -98,7 +98,7 @@ def http(rows, prompt=None):
     return [{"prompt_routed_experts": prompt, "choices": [{"routed_experts": rows}]}]
 
 
-def test_http_samples_are_choices_and_share_their_prompt():
+def test_replay_from_rollout_reads_http_choices_that_share_their_prompt():
     mask = np.ones((2, 5), bool)
     ids = example(mask=mask)
     ids[1, :2] = ids[0, :2]
@@ -114,7 +114,7 @@ def test_http_samples_are_choices_and_share_their_prompt():
         replay_from_rollout(source, layout="vllm_http", mask=mask, **MODEL)
 
 
-def test_http_without_prompt_rows_must_be_the_whole_sequence():
+def test_replay_from_rollout_needs_whole_http_rows_if_the_prompt_has_none():
     mask = np.ones((1, 5), bool)
     ids = example(mask=mask)
     arguments = {"layout": "vllm_http", "mask": mask, "fill": "live", "live_routing": live(ids)} | MODEL
@@ -125,7 +125,7 @@ def test_http_without_prompt_rows_must_be_the_whole_sequence():
         replay_from_rollout(http(None), **arguments)
 
 
-def test_http_one_generated_token_has_an_empty_list():
+def test_replay_from_rollout_reads_the_empty_http_list_of_one_token():
     mask = np.ones((1, 3), bool)
     ids = example(mask=mask)
     replay = replay_from_rollout(
@@ -158,12 +158,12 @@ ROWS = example()[0, :4].astype(np.uint8)
         (7, "expected integers of 3 axes"),
     ],
 )
-def test_a_damaged_http_payload_is_named(rows, message):
+def test_replay_from_rollout_names_a_damaged_http_payload(rows, message):
     with pytest.raises(ValueError, match=rf"^layout 'vllm_http': sample 0: .*({message})"):
         replay_from_rollout(http(rows), layout="vllm_http", mask=np.ones((1, 5), bool), **MODEL)
 
 
-def test_http_prompt_and_generated_rows_must_be_of_one_kind():
+def test_replay_from_rollout_needs_http_prompt_and_rows_of_one_kind():
     source = http(ROWS[2:, :, :2].tolist(), ROWS[:2].tolist())
     with pytest.raises(
         ValueError, match=r"prompt rows are int64\[4, 3\], but generated rows are int64\[4, 2\]"
@@ -185,7 +185,7 @@ def test_http_prompt_and_generated_rows_must_be_of_one_kind():
         ({"routed_experts": b64(bytes(range(1, 49)))}, "outside 0..15"),
     ],
 )
-def test_a_damaged_sglang_payload_is_named(change, message):
+def test_replay_from_rollout_names_a_damaged_sglang_payload(change, message):
     source = sglang(example(), LEFT_PADDED, start=0)
     source[0] |= change
     with pytest.raises(ValueError, match=rf"^layout 'sglang': sample 0.*{message}"):
@@ -193,7 +193,7 @@ def test_a_damaged_sglang_payload_is_named(change, message):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
-def test_a_wire_string_of_nemo_rl_is_read_beside_arrays(dtype):
+def test_replay_from_rollout_reads_a_wire_string_of_nemo_rl_beside_arrays(dtype):
     ids = example()
     ids[1, 4] = EMPTY
     rows = whole(ids, LEFT_PADDED)
@@ -226,7 +226,7 @@ WIRE = nemo_rl_wire(example()[0, 1:], "int16")
         (WIRE[-4:], "AAAAAAAA", "found 123 bytes, expected 120 for 5x4x3 of int16"),
     ],
 )
-def test_a_damaged_wire_string_of_nemo_rl_is_named(old, new, message):
+def test_replay_from_rollout_names_a_damaged_wire_string_of_nemo_rl(old, new, message):
     head, _, tail = WIRE.rpartition(old)
     with pytest.raises(ValueError, match=rf"^layout 'nemo_rl': sample 0: .*{message}"):
         replay_from_rollout([head + new + tail], layout="nemo_rl", mask=np.ones((1, 5), bool), **MODEL)
@@ -236,7 +236,7 @@ def traced(source, mask=LEFT_PADDED, **changes):
     return replay_from_rollout(source, layout="megatron_router_tracer", mask=mask, **(MODEL | changes))
 
 
-def test_router_trace_of_data_parallel_ranks_padding_and_prediction_blocks():
+def test_replay_from_rollout_reads_router_traces_of_data_parallel_ranks():
     ids = example()
     first, rest = LEFT_PADDED.copy(), LEFT_PADDED.copy()
     first[1:], rest[0] = False, False
@@ -249,7 +249,7 @@ def test_router_trace_of_data_parallel_ranks_padding_and_prediction_blocks():
     assert_holds(traced(every_position), ids, LEFT_PADDED)
 
 
-def test_router_trace_reads_open_files(tmp_path):
+def test_replay_from_rollout_reads_router_traces_from_open_files(tmp_path):
     ids = example()
     path = Path(tmp_path / "router_trace_rank0.jsonl")
     path.write_text("\n".join(trace_lines(ids[LEFT_PADDED], range(4), 0)))
@@ -257,7 +257,7 @@ def test_router_trace_reads_open_files(tmp_path):
         assert_holds(traced([file]), ids, LEFT_PADDED)
 
 
-def test_trap_router_trace_without_one_stage_or_with_its_own_numbers():
+def test_replay_from_rollout_refuses_router_traces_of_other_layers():
     ids = example()
     one, two = stages(ids, LEFT_PADDED)
     with pytest.raises(ValueError, match=r"no records of layers \[2, 3\], extra ones of \[\]"):
@@ -273,7 +273,7 @@ def test_trap_router_trace_without_one_stage_or_with_its_own_numbers():
         traced([one, one, two])
 
 
-def test_trap_router_trace_of_another_batch():
+def test_replay_from_rollout_refuses_router_traces_of_another_batch():
     ids = example()
     with pytest.raises(ValueError, match="26 tokens per layer, but the batch has 13 real tokens in 18"):
         traced([trace_lines(np.tile(ids[LEFT_PADDED], (2, 1, 1)), range(4), 0)])
@@ -288,7 +288,7 @@ def test_trap_router_trace_of_another_batch():
         ("]}", "", "delimiter"),
     ],
 )
-def test_a_damaged_router_trace_is_named(old, new, message):
+def test_replay_from_rollout_names_a_damaged_router_trace(old, new, message):
     lines = trace_lines(example()[LEFT_PADDED], range(4), 0)
     lines[2] = lines[2].replace(old, new)
     with pytest.raises(ValueError, match=rf"^layout 'megatron_router_tracer': stream 0, line 3: .*{message}"):

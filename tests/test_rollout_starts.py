@@ -71,7 +71,7 @@ ENGINES = {
 
 @st.composite
 def skipped_rows(draw):
-    """Samples of 2 to 9 tokens, the skip of each, and whether training leaves the last token out."""
+    """Draw samples of 2 to 9 tokens, the skip of each, and whether training leaves the last token out."""
     lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=3))
     starts = [draw(st.integers(0, length - 1)) for length in lengths]
     return lengths, starts, draw(st.booleans())
@@ -86,7 +86,7 @@ def skipped_rows(draw):
     moe_rows=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_no_row_is_ever_shifted(name, batch, caller_says, moe_layers, moe_rows, seed):
+def test_replay_from_rollout_never_shifts_a_row(name, batch, caller_says, moe_layers, moe_rows, seed):
     layout, encode, recording_says = ENGINES[name]
     lengths, starts, without_last = batch
     # Sequences of the engine stand anywhere among 12 positions, in order.
@@ -132,7 +132,7 @@ def skipping(skipped, **changes):
     return replay_from_rollout(rows, **({"layout": "vllm", "mask": LEFT_PADDED} | MODEL | changes))
 
 
-def test_the_refusal_names_the_sample_its_rows_and_the_keyword():
+def test_replay_from_rollout_names_the_sample_its_rows_and_start():
     message = (
         r"^layout 'vllm': sample 0: found 3 rows, expected 4, one for each real token,"
         r" and nothing says at which token they start; pass start, "
@@ -143,14 +143,14 @@ def test_the_refusal_names_the_sample_its_rows_and_the_keyword():
 
 
 @pytest.mark.parametrize("start", [2, [2, 2, 2], np.array([2, 2, 2])])
-def test_tokens_before_the_start_are_named_or_filled(start):
+def test_replay_from_rollout_names_or_fills_tokens_before_the_start(start):
     ids = example()
     with pytest.raises(ValueError, match=r"sample 0, token 1, layer 0: no route \(not recorded\)"):
         skipping(2, start=start)
     assert_holds(skipping(2, start=start, fill="live", live_routing=live(ids)), ids, LEFT_PADDED)
 
 
-def test_a_start_says_where_rows_are_that_end_early():
+def test_replay_from_rollout_takes_a_start_of_rows_that_end_early():
     """Tokens of a tool after the last generation have no rows."""
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
@@ -160,7 +160,7 @@ def test_a_start_says_where_rows_are_that_end_early():
     assert_holds(replay, ids, LEFT_PADDED)
 
 
-def test_a_sample_without_rows_starts_nowhere():
+def test_replay_from_rollout_needs_no_start_of_a_sample_without_rows():
     ids, mask = example(), np.ones((1, 1), bool)
     replay = replay_from_rollout(
         [ids[0, :0]], layout="vllm", mask=mask, fill="live", live_routing=live(ids[:1, :1]), **MODEL
@@ -168,7 +168,7 @@ def test_a_sample_without_rows_starts_nowhere():
     assert_holds(replay, ids[:1, :1], mask)
 
 
-def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
+def test_replay_from_rollout_asks_for_a_start_that_decides_the_layers():
     """4 rows of 4 layers from token 4 on are as many ids as 8 rows of the 2 MoE layers."""
     mask = np.ones((1, 8), bool)
     ids = example(mask=mask)
@@ -202,7 +202,7 @@ def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
         ([0, 2, 0], r"sample 1: it has rows 2\.\.3, but only 3 real tokens"),
     ],
 )
-def test_a_start_that_does_not_fit_is_named(start, message):
+def test_replay_from_rollout_names_a_start_that_does_not_fit(start, message):
     with pytest.raises(ValueError, match=message):
         skipping(0, start=start, fill="live", live_routing=live(example()))
 
@@ -215,7 +215,7 @@ def test_a_start_that_does_not_fit_is_named(start, message):
         ("verl", padded(example(), LEFT_PADDED, 0)),
     ],
 )
-def test_a_start_against_the_recording_is_refused(layout, source):
+def test_replay_from_rollout_refuses_a_start_against_the_recording(layout, source):
     arguments = {
         "layout": layout,
         "mask": LEFT_PADDED,

@@ -22,12 +22,12 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout.ingest import replay_from_rollout
 
 
-def test_trap_order_of_top_k_is_kept():
+def test_replay_from_rollout_keeps_the_order_of_top_k():
     ids = np.sort(example(), axis=-1)[..., ::-1]
     np.testing.assert_array_equal(full(ids).expert_ids[LEFT_PADDED], ids[LEFT_PADDED])
 
 
-def test_trap_physical_slot_of_a_balanced_engine():
+def test_replay_from_rollout_refuses_a_physical_slot_of_a_balanced_engine():
     ids = example()
     ids[1, 4, 2, 1] = 17
     with pytest.raises(
@@ -37,7 +37,7 @@ def test_trap_physical_slot_of_a_balanced_engine():
         full(ids)
 
 
-def test_trap_expert_twice_in_a_row():
+def test_replay_from_rollout_refuses_an_expert_twice_in_a_row():
     ids = example()
     ids[1, 4, 2] = [5, 3, 5]
     with pytest.raises(
@@ -47,7 +47,7 @@ def test_trap_expert_twice_in_a_row():
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_trap_prefix_cached_tokens_are_zeros(top_k):
+def test_replay_from_rollout_takes_zeros_of_prefix_caching_as_missing(top_k):
     model = {"num_experts": 2**12, "top_k": top_k}
     ids = example(**model)
     ids[2, :2] = 0
@@ -59,13 +59,13 @@ def test_trap_prefix_cached_tokens_are_zeros(top_k):
     np.testing.assert_array_equal(filled.expert_ids[LEFT_PADDED], example(**model)[LEFT_PADDED])
 
 
-def test_top_1_zeros_that_chance_explains_are_routes():
+def test_replay_from_rollout_keeps_top_1_zeros_that_chance_explains():
     ids = example(top_k=1)
     ids[2, 1] = 0
     np.testing.assert_array_equal(full(ids, top_k=1).expert_ids[2, 1], np.zeros((4, 1)))
 
 
-def test_trap_zero_padding_is_no_overload_of_expert_0():
+def test_replay_from_rollout_takes_zero_padding_as_missing():
     ids = example()
     grid = padded(ids, LEFT_PADDED, 0)
     wider = LEFT_PADDED.copy()
@@ -74,7 +74,7 @@ def test_trap_zero_padding_is_no_overload_of_expert_0():
         replay_from_rollout(grid, layout="verl", mask=wider, **MODEL)
 
 
-def test_trap_zero_of_the_last_token_is_no_route_even_for_top_1():
+def test_replay_from_rollout_takes_a_top_1_zero_last_token_as_missing():
     ids = example(top_k=1)
     with pytest.raises(ValueError, match="sample 0, token 4, layer 0: no route"):
         replay_from_rollout(
@@ -83,7 +83,7 @@ def test_trap_zero_of_the_last_token_is_no_route_even_for_top_1():
 
 
 @pytest.mark.parametrize("extra", [1, 2, 5])
-def test_trap_padding_of_slime_is_no_route(extra):
+def test_replay_from_rollout_takes_padding_of_slime_as_missing(extra):
     ids = example()
     source = slime(ids, LEFT_PADDED, 16, extra)
     arguments = {"layout": "slime", "mask": LEFT_PADDED, "start": 0} | MODEL
@@ -95,7 +95,7 @@ def test_trap_padding_of_slime_is_no_route(extra):
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-def test_trap_routes_that_nemo_rl_makes_up_are_none(behind):
+def test_replay_from_rollout_takes_made_up_routes_of_nemo_rl_as_missing(behind):
     """The placeholder 0..K-1 stands for the last token, and for tokens of an environment after the last generation."""
     ids = example()
     token = np.cumsum(LEFT_PADDED, axis=1)
@@ -115,7 +115,7 @@ def test_trap_routes_that_nemo_rl_makes_up_are_none(behind):
         np.testing.assert_array_equal(seen[0], made_up)
 
 
-def test_trap_routes_that_nemo_rl_makes_up_are_told_from_those_that_chance_explains():
+def test_replay_from_rollout_tells_made_up_nemo_rl_routes_from_chance():
     model = {"num_experts": 4, "top_k": 2}
     mask = np.ones((1, 4), bool)
     ids = example(mask=mask, **model)
@@ -127,7 +127,7 @@ def test_trap_routes_that_nemo_rl_makes_up_are_told_from_those_that_chance_expla
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 3), (1, 0, 3), (4, 4, 1)])
-def test_rows_of_another_model_are_no_made_up_routes(shape):
+def test_replay_from_rollout_takes_no_rows_of_another_model_as_made_up(shape):
     with pytest.raises(ValueError, match=r"sample 0: rows have (0 layers|top-1), but the model has"):
         replay_from_rollout(
             [np.zeros(shape, int)],
@@ -139,7 +139,7 @@ def test_rows_of_another_model_are_no_made_up_routes(shape):
         )
 
 
-def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
+def test_replay_from_rollout_takes_tokens_before_a_start_offset_as_missing():
     ids = example()
     cut = [{"rollout_routed_experts": r[2:], "routed_experts_start_len": 2} for r in vllm(ids, LEFT_PADDED)]
     for layout, source in (("sglang", sglang(ids, LEFT_PADDED, "uint8", 2)), ("slime", cut)):
@@ -160,7 +160,7 @@ def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
 
 
 @pytest.mark.parametrize("start", [-1, 99, "2", 1.5])
-def test_a_start_outside_the_sample_is_refused(start):
+def test_replay_from_rollout_refuses_a_start_outside_the_sample(start):
     source = sglang(example(), LEFT_PADDED)
     source[1]["routed_experts_start_len"] = start
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_a_start_outside_the_sample_is_refused(start):
 
 
 @pytest.mark.parametrize("layout", ["maxtext", "tunix", "nemo_rl"])
-def test_trap_unset_token_is_named_or_filled(layout):
+def test_replay_from_rollout_names_or_fills_an_unset_token(layout):
     ids = example()
     grid = ids.astype(np.int32)
     grid[1, 4] = EMPTY
@@ -182,7 +182,7 @@ def test_trap_unset_token_is_named_or_filled(layout):
     assert_holds(replay, ids, LEFT_PADDED)
 
 
-def test_a_token_without_a_route_in_one_layer_is_named_and_only_that_layer_filled():
+def test_replay_from_rollout_fills_only_the_layer_that_has_no_route():
     ids, other = example(), example(seed=1)
     grid = ids.copy()
     grid[1, 4, 2] = EMPTY
@@ -193,7 +193,7 @@ def test_a_token_without_a_route_in_one_layer_is_named_and_only_that_layer_fille
     assert_holds(replay, ids, LEFT_PADDED)
 
 
-def test_a_row_that_is_partly_unset_is_corrupt():
+def test_replay_from_rollout_refuses_a_row_that_is_partly_unset():
     ids = example()
     ids[1, 4, 2, 1] = EMPTY
     with pytest.raises(ValueError, match=r"sample 1, token 4, layer 2: expert id -1 in \["):
@@ -203,7 +203,7 @@ def test_a_row_that_is_partly_unset_is_corrupt():
 @pytest.mark.parametrize(
     ("hole", "message"), [(0, "only zeros for every token"), (EMPTY, "no token has a route")]
 )
-def test_trap_unmerged_pipeline_stage_is_not_filled(hole, message):
+def test_replay_from_rollout_does_not_fill_an_unmerged_pipeline_stage(hole, message):
     ids = example()
     ids[:, :, 2] = hole
     grid = padded(ids, LEFT_PADDED, EMPTY)
@@ -213,7 +213,7 @@ def test_trap_unmerged_pipeline_stage_is_not_filled(hole, message):
         )
 
 
-def test_trap_uint8_cannot_hold_more_than_256_experts():
+def test_replay_from_rollout_refuses_uint8_for_more_than_256_experts():
     ids = example().astype(np.uint8)
     with pytest.raises(ValueError, match="sample 0: uint8 cannot hold the ids of 257 experts"):
         full(ids, num_experts=257)
@@ -221,7 +221,7 @@ def test_trap_uint8_cannot_hold_more_than_256_experts():
         full(ids.astype(np.int8), num_experts=256)
 
 
-def test_trap_minus_one_that_wrapped_to_255():
+def test_replay_from_rollout_refuses_minus_one_that_wrapped_to_255():
     ids = example().astype(np.uint8)
     ids[1, 4] = 255
     with pytest.raises(ValueError, match="sample 1, token 4, layer 0: expert 255 appears twice"):
@@ -229,7 +229,7 @@ def test_trap_minus_one_that_wrapped_to_255():
 
 
 @pytest.mark.parametrize("num_experts", [256, 257, 40_000, 70_000])
-def test_ids_come_back_in_the_smallest_dtype_without_wrapping(num_experts):
+def test_replay_from_rollout_returns_the_smallest_dtype_without_wrapping(num_experts):
     ids = example()
     ids[1, 4, 2] = [num_experts - 1, 0, 1]
     replay = full(ids, num_experts=num_experts)
@@ -238,7 +238,7 @@ def test_ids_come_back_in_the_smallest_dtype_without_wrapping(num_experts):
 
 
 @pytest.mark.parametrize("value", [2**8, 2**16, 2**32, -(2**8), -(2**32)])
-def test_ids_that_would_wrap_to_an_expert_are_refused(value):
+def test_replay_from_rollout_refuses_ids_that_would_wrap_to_an_expert(value):
     ids = example().astype(np.int64)
     ids[1, 4, 2, 0] += value
     with pytest.raises(ValueError, match=r"sample 1, token 4, layer 2: expert id .* is outside"):
@@ -246,7 +246,7 @@ def test_ids_that_would_wrap_to_an_expert_are_refused(value):
 
 
 @pytest.mark.parametrize("kind", [float, bool])
-def test_ids_that_are_not_integers_are_refused(kind):
+def test_replay_from_rollout_refuses_ids_that_are_not_integers(kind):
     with pytest.raises(ValueError, match="sample 0: expected integers of 3 axes"):
         full(example().astype(kind))
 
@@ -269,7 +269,7 @@ def test_ids_that_are_not_integers_are_refused(kind):
         ),
     ],
 )
-def test_live_routes_are_checked_like_recorded_ones(routing, message):
+def test_live_routing_is_checked_like_recorded_routes(routing, message):
     with pytest.raises(ValueError, match=message):
         replay_from_rollout(
             vllm(example(), LEFT_PADDED),
@@ -286,7 +286,7 @@ def test_live_routing_is_not_called_when_nothing_is_missing():
     full(example(), fill="live", live_routing=lambda missing: pytest.fail("called"))
 
 
-def test_recorded_faults_are_reported_although_a_live_pass_could_route_the_rest():
+def test_replay_from_rollout_reports_recorded_faults_despite_live_routing():
     ids = example()
     ids[1, 4, 2] = 6
     with pytest.raises(ValueError, match="sample 1, token 4, layer 2: expert 6 appears twice"):

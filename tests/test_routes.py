@@ -24,7 +24,7 @@ def numbered(lengths, tokens):
 
 @settings(max_examples=40)
 @given(lengths=st.lists(st.integers(0, 6), min_size=5, max_size=5), count=st.sampled_from([1, 4, 13]))
-def test_tokens_are_taken_at_even_distances(lengths, count):
+def test_sample_routes_takes_tokens_at_even_distances(lengths, count):
     """Sampled token q is number ``q * total // count`` of a plain loop, also with gaps and empty samples."""
     replay = numbered(lengths, 6)
     routes = sample_routes(replay, count=count)
@@ -38,14 +38,14 @@ def test_tokens_are_taken_at_even_distances(lengths, count):
     assert np.asarray(routes.sample).tolist() == owner[expected].tolist()
 
 
-def test_tokens_are_even_however_many_are_taken():
+def test_sample_routes_stays_even_however_many_tokens_are_taken():
     count, total = 46_000, 50_000
     routes = sample_routes(numbered([total - 7, 7], total), count=count)
     np.testing.assert_array_equal(np.ravel(routes.expert_ids), np.arange(count) * total // count)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 46_341])
-def test_numbers_of_tokens(count):
+def test_sample_routes_rejects_numbers_of_tokens_outside_its_limits(count):
     """Counts above the limit are rejected, because distances would not fit int32."""
     with pytest.raises(
         ValueError, match=f"count={count} must be an integer of at least 1 and at most 46340$"
@@ -53,7 +53,7 @@ def test_numbers_of_tokens(count):
         sample_routes(numbered([2], 3), count=count)
 
 
-def test_masks_may_have_holes():
+def test_sample_routes_takes_masks_with_holes():
     """Padding on the left or between tokens is never sampled."""
     mask = np.array([[False, True, True, False], [True, False, False, True]])
     ids = np.arange(8).reshape(2, 4, 1, 1).astype(np.uint8)
@@ -76,7 +76,7 @@ def find(assignment, sample, local):
     asked=st.lists(st.integers(EMPTY, 19), min_size=8, max_size=8),
     seed=st.integers(0, 99),
 )
-def test_tokens_lie_where_their_sample_does(kept, asked, seed):
+def test_place_routes_puts_tokens_where_their_sample_lies(kept, asked, seed):
     """An assignment may hold only some samples; tokens of the others have no place."""
     room = np.full(12, EMPTY)
     room[np.random.default_rng(seed).permutation(12)[: len(kept)]] = kept
@@ -86,7 +86,7 @@ def test_tokens_lie_where_their_sample_does(kept, asked, seed):
     assert list(zip(placed.micro_batch.tolist(), placed.rank.tolist(), strict=True)) == expected
 
 
-def test_works_under_jit():
+def test_sample_routes_and_place_routes_work_under_jit():
     """Sampling and placing give the same result under jit."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     rng = np.random.default_rng(0)

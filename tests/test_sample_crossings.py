@@ -66,7 +66,7 @@ def count(replay, home, resident, distinct):
 
 @pytest.mark.parametrize("resident", RESIDENTS)
 @pytest.mark.parametrize("how", ["loads alone", "flat"])
-def test_copies_that_cross(case, resident, how):
+def test_crossings_by_node_counts_copies_that_cross_exactly(case, resident, how):
     """Crossings of copies divided by top-k, averaged over layers, are exact."""
     replay, home = case
     routes = None if how == "loads alone" else all_routes(replay)
@@ -84,7 +84,7 @@ def all_routes(replay, repeated=1):
 
 
 @pytest.mark.parametrize("resident", RESIDENTS)
-def test_tokens_that_cross(case, resident):
+def test_crossings_by_node_counts_tokens_that_cross(case, resident):
     """If all tokens are sampled many times, the weight of the batch mean is negligible and counts are exact."""
     replay, home = case
     placement, batch = place(home, RESIDENTS[resident]), batch_of(replay, all_routes(replay, 500))
@@ -93,7 +93,7 @@ def test_tokens_that_cross(case, resident):
     np.testing.assert_allclose(result, expected, rtol=5e-3, atol=5e-3)
 
 
-def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
+def test_crossings_by_node_counts_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
     """Six nodes have 36 pairs, more than a word has bits; counting in parts of a few tokens gives the same sums."""
     topology = Topology(num_nodes=6, ranks_per_node=1, num_experts=6, replica_slots=0)
     rng = np.random.default_rng(1)
@@ -114,7 +114,7 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
-def test_groups_of_layers_add_up(case):
+def test_crossings_by_node_of_groups_of_layers_add_up(case):
     replay, home = case
     batch = batch_of(replay, all_routes(replay))
     whole, parts = (
@@ -123,7 +123,7 @@ def test_groups_of_layers_add_up(case):
     np.testing.assert_allclose(np.asarray(parts).sum(-1), np.asarray(whole)[..., 0], rtol=1e-5)
 
 
-def test_a_sample_without_sampled_tokens_is_a_common_one(case):
+def test_crossings_by_node_follow_the_mean_without_sampled_tokens(case):
     """A sample without sampled tokens crosses like the batch mean, in proportion to its length."""
     replay, home = case
     routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
@@ -134,7 +134,7 @@ def test_a_sample_without_sampled_tokens_is_a_common_one(case):
     assert (result[4] == 0).all()
 
 
-def test_sampled_tokens_of_other_samples_do_not_count(case):
+def test_crossings_by_node_ignores_sampled_tokens_of_other_samples(case):
     """A stage of two samples has the counts of a batch of these, however many tokens of others were sampled."""
     replay, home = case
     load, length, routes = load_of_samples(replay)[:2], replay.mask.sum(1)[:2], all_routes(replay)

@@ -38,7 +38,7 @@ def longest_first(tokens, bins):
 
 @settings(deadline=None)
 @given(tokens=LENGTHS, data=st.data())
-def test_longest_first_to_the_lightest(tokens, data):
+def test_pack_samples_puts_the_longest_first_into_the_lightest(tokens, data):
     micro_batches = data.draw(st.integers(1, len(tokens)))
     sample = np.asarray(pack_samples(np.array(tokens), SMALL, num_micro_batches=micro_batches).sample)
     packed = longest_first(tokens, 4 * micro_batches)
@@ -51,7 +51,7 @@ def test_longest_first_to_the_lightest(tokens, data):
 
 @settings(deadline=None, max_examples=8)
 @given(tokens=st.lists(st.integers(0, 2000), min_size=23, max_size=23), room=st.sampled_from([2, 3, 23]))
-def test_a_program_packs_as_the_host_does(tokens, room):
+def test_pack_samples_packs_in_a_program_as_on_the_host(tokens, room):
     pack = functools.partial(pack_samples, topology=SMALL, num_micro_batches=3, samples_per_rank=room)
     sample = np.asarray(pack(np.array(tokens)).sample)
     assert sample.shape == (3, 2, 2, room)
@@ -62,7 +62,7 @@ def test_a_program_packs_as_the_host_does(tokens, room):
 
 
 @pytest.mark.parametrize(("samples", "room"), [(3, 3), (12, 4), (13, 8), (40, 16)])
-def test_under_jit_the_default_room_holds_all(samples, room):
+def test_pack_samples_default_room_holds_all_under_jit(samples, room):
     """Under jit the room of bins depends on sizes alone, so other lengths do not recompile."""
     pack = jax.jit(functools.partial(pack_samples, topology=SMALL, num_micro_batches=3))
     for tokens in (np.full(samples, 7), np.array([10**6] * 2 + [1] * (samples - 2)), np.zeros(samples, int)):
@@ -72,7 +72,7 @@ def test_under_jit_the_default_room_holds_all(samples, room):
     assert pack._cache_size() == 1
 
 
-def test_samples_without_tokens_spread():
+def test_pack_samples_spreads_samples_without_tokens():
     sample = pack_samples(np.zeros(24, int), SMALL, num_micro_batches=2).sample
     assert sample.shape == (2, 2, 2, 3)
     assert each_once(sample, 24)
@@ -91,7 +91,7 @@ def test_samples_without_tokens_spread():
         ({"samples_per_rank": -3}, "samples_per_rank=-3 is too small for 11 samples on 4 ranks"),
     ],
 )
-def test_too_little_room_is_rejected(change, message, jit):
+def test_pack_samples_rejects_too_little_room(change, message, jit):
     pack = functools.partial(pack_samples, topology=SMALL, **{"num_micro_batches": 2, **change})
     with pytest.raises(ValueError, match=message):
         (jax.jit(pack) if jit else pack)(np.ones(11, int))
@@ -99,7 +99,7 @@ def test_too_little_room_is_rejected(change, message, jit):
 
 @settings(deadline=None)
 @given(tokens=LENGTHS, spare=st.integers(0, 3000))
-def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
+def test_micro_batches_for_is_the_fewest_within_the_budget(tokens, spare):
     tokens, budget = np.array(tokens), max(tokens) + spare + 1
     fewest = micro_batches_for(tokens, SMALL, tokens_per_rank=budget)
     for number in range(1, fewest + 1):
@@ -115,13 +115,13 @@ def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
         ([], 8, "lengths is empty: there must be at least one sample"),
     ],
 )
-def test_budgets_that_hold_no_batch_are_rejected(tokens, budget, message):
+def test_micro_batches_for_rejects_budgets_that_hold_no_batch(tokens, budget, message):
     with pytest.raises(ValueError, match=message):
         micro_batches_for(np.array(tokens, int), SMALL, tokens_per_rank=budget)
 
 
 @pytest.mark.parametrize(("nodes", "attention"), [(2, 1.010), (4, 1.012)])
-def test_recorded_lengths(shared, nodes, attention):
+def test_pack_samples_evens_out_recorded_lengths(shared, nodes, attention):
     """With four samples per rank on average, every rank is within its budget and attention is even to about 1%."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
     tokens = trace["lengths"][np.random.default_rng(0).permutation(352)[:256]]

@@ -25,34 +25,34 @@ def replay_of(rows):
     return RoutingReplay(ids, np.ones(ids.shape[:2], bool))
 
 
-def test_micro_batches_are_runs_of_samples():
+def test_micro_batch_load_is_of_runs_of_samples():
     load = count_load(replay_of([[0, 1], [0, 2], [3, 1], [3, 2], [3, 0]]), 4)
     np.testing.assert_array_equal(load.sum(0), [[3, 2, 2, 3]])
     parts = micro_batch_load(load, 2)  # three samples and two
     np.testing.assert_array_equal(parts, [[[2, 2, 1, 1]], [[1, 0, 1, 2]]])
 
 
-def test_padding_counts_nothing():
+def test_count_load_and_pair_lift_count_no_padding():
     replay = replay_of([[0, 1], [0, 2], [3, 1]])
     masked = RoutingReplay(replay.expert_ids, np.array([[True], [False], [True]]))
     np.testing.assert_array_equal(count_load(masked, 4).sum(0), [[1, 2, 0, 1]])
     np.testing.assert_array_equal(pair_lift(masked, 4), pair_lift(replay_of([[0, 1], [3, 1]]), 4))
 
 
-def test_skew():
+def test_hottest_expert_and_load_spread_are_over_the_mean():
     load = np.array([[7, 1, 0, 0], [2, 2, 2, 2]])
     np.testing.assert_array_equal(hottest_expert(load), [3.5, 1])
     np.testing.assert_allclose(load_spread(load), [np.sqrt((25 + 1 + 4 + 4) / 4) / 2, 0])
 
 
-def test_imbalance_grows_where_micro_batches_are_uneven_in_turn():
+def test_contiguous_imbalance_grows_where_micro_batches_are_uneven_in_turn():
     """With two ranks of two experts, each micro-batch loads another rank more, the whole batch both equally."""
     load = np.array([[[3, 3, 1, 1]], [[1, 1, 3, 3]]])
     assert contiguous_imbalance(load.sum(0, keepdims=True), 2) == 1
     assert contiguous_imbalance(load, 2) == 1.5
 
 
-def test_churn_is_the_share_of_new_hot_experts():
+def test_hot_expert_churn_is_the_share_of_new_hot_experts():
     """Two of 16 experts are hot: first both stay hot, then one, then none."""
     load = np.ones((4, 1, 16), int)
     for micro_batch, hot in enumerate(([0, 1], [1, 0], [1, 2], [8, 9])):
@@ -61,7 +61,7 @@ def test_churn_is_the_share_of_new_hot_experts():
     assert hot_expert_churn(load[:2]) == 0
 
 
-def test_correlation_of_neighbours():
+def test_neighbour_correlation_is_the_mean_without_flat_micro_batches():
     load = np.array([[[1, 2, 3]], [[2, 4, 6]], [[6, 4, 2]]])
     assert neighbour_correlation(load[:2]) == pytest.approx(1)
     assert neighbour_correlation(load) == pytest.approx((1 - 1) / 2)
@@ -70,7 +70,7 @@ def test_correlation_of_neighbours():
     assert neighbour_correlation(np.ones((3, 1, 3), int)) == 1
 
 
-def test_lift_is_one_where_all_pairs_are_as_common_and_larger_where_experts_go_together():
+def test_pair_lift_is_one_by_chance_and_larger_for_experts_used_together():
     pairs = [[a, b] for a in range(4) for b in range(4) if a != b] * 10
     uniform = pair_lift(replay_of(pairs), 4)
     np.testing.assert_allclose(uniform, 1)
@@ -82,7 +82,7 @@ def test_lift_is_one_where_all_pairs_are_as_common_and_larger_where_experts_go_t
     np.testing.assert_allclose(mixed.mean, 6 * (2 * 36**2 + 2 * 4**2) / 80**2)
 
 
-def test_a_rare_pair_is_no_largest_lift():
+def test_pair_lift_takes_no_rare_pair_as_the_largest():
     """Experts 2 and 3 are used together once, 102 times as often as by chance (0.01 times), which is noise."""
     lift = pair_lift(replay_of([[0, 1]] * 99 + [[2, 3]]), 4)
     weight = 99 * 99 + 4 * 99 + 1  # products of the experts' loads, over all pairs

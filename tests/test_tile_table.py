@@ -30,7 +30,7 @@ def path(tmp_path, monkeypatch):
     return path
 
 
-def test_a_written_table_can_be_read(path):
+def test_read_table_restores_a_table_of_write_table(path):
     table = empty_table()._replace(tiles=TILES)
     write_table(path, table)
     assert read_table(path) == table
@@ -38,7 +38,7 @@ def test_a_written_table_can_be_read(path):
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
-def test_the_environment_sets_the_path_of_the_table(monkeypatch, tmp_path, path):
+def test_table_path_is_set_by_the_environment(monkeypatch, tmp_path, path):
     assert table_path() == path
     monkeypatch.setenv(VARIABLE, "")
     assert table_path() is None
@@ -58,7 +58,7 @@ def test_the_environment_sets_the_path_of_the_table(monkeypatch, tmp_path, path)
         ({"jax_version": "0.9.0"}, "cpu with jax 0.9.0"),
     ],
 )
-def test_a_table_that_was_measured_elsewhere_is_ignored_and_named_once(path, changed, origin):
+def test_measured_tile_sizes_ignores_and_names_a_table_of_elsewhere_once(path, changed, origin):
     write_table(path, empty_table()._replace(tiles=TILES, **changed))
     with pytest.warns(UserWarning, match="tile sizes ignored") as warned:
         assert measured_tile_sizes() == {}
@@ -70,7 +70,7 @@ def test_a_table_that_was_measured_elsewhere_is_ignored_and_named_once(path, cha
         assert measured_tile_sizes() == {}
 
 
-def test_a_file_that_is_named_must_exist_and_be_a_table(path):
+def test_measured_tile_sizes_needs_a_named_file_to_exist_and_be_a_table(path):
     with pytest.raises(
         ValueError, match=f"{VARIABLE}={path} does not exist: write it with python -m pallas_"
     ):

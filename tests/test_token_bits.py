@@ -52,7 +52,7 @@ def visits_one_by_one(sample, home_node, nodes, micro_batches, local):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_bits_are_the_tokens(micro_batches):
+def test_token_bits_hold_each_token_once(micro_batches):
     """If every group has as many tokens as bits, each token occurs once."""
     room = 32 * 128 // (2 * micro_batches)
     sample = sample_of(np.random.default_rng(0), np.full((micro_batches, 2), room))
@@ -71,7 +71,7 @@ def test_bits_are_the_tokens(micro_batches):
         [[16, 128], [2048, 0]],  # tokens repeated, some left out, and an empty group
     ],
 )
-def test_crossings_from_bits_are_those_of_the_tokens_taken(sizes):
+def test_token_bits_give_the_crossings_of_the_tokens_taken(sizes):
     """Counts are exact if groups hold all tokens equally often, otherwise within the error of half of the tokens."""
     rng = np.random.default_rng(1)
     sample = sample_of(rng, sizes)
@@ -84,7 +84,7 @@ def test_crossings_from_bits_are_those_of_the_tokens_taken(sizes):
     np.testing.assert_allclose(result, expected, rtol=0.05)
 
 
-def test_every_token_stands_for_as_many():
+def test_token_bits_weights_sum_to_the_part_of_each_node():
     """The weights of a node sum to its part of the batch, for groups of few and of many tokens."""
     sizes = np.array([[5, 700], [0, 37], [3000, 1]])
     sample = sample_of(np.random.default_rng(2), sizes)
@@ -96,7 +96,7 @@ def test_every_token_stands_for_as_many():
     np.testing.assert_array_equal(count_bits(bits).sum(0), np.broadcast_to(expected, (3, 2, LAYERS)))
 
 
-def test_unplaced_tokens_are_left_out():
+def test_token_bits_leave_out_unplaced_tokens():
     rng = np.random.default_rng(3)
     sample = sample_of(rng, [[40, 8], [16, 100]])
     lost = PlacedRoutes(sample.expert_ids[:50], np.full(50, EMPTY), np.full(50, EMPTY))
@@ -106,14 +106,14 @@ def test_unplaced_tokens_are_left_out():
     np.testing.assert_allclose(result.weight, expected.weight, rtol=1e-6)
 
 
-def test_a_batch_without_tokens():
+def test_token_bits_are_zero_for_a_batch_without_tokens():
     nothing = PlacedRoutes(np.zeros((3, LAYERS, 2), np.uint8), np.full(3, EMPTY), np.full(3, EMPTY))
     bits, weight = token_bits(nothing, TOPOLOGY, num_micro_batches=2)
     assert not np.asarray(bits).any()
     assert not np.asarray(weight).any()
 
 
-def test_many_tokens_of_one_group():
+def test_token_bits_take_many_tokens_of_one_group_evenly():
     """Tokens are taken evenly even if their number times the bits of a group exceeds int32."""
     count = 2**20 + 2**12
     half = np.arange(count) * 2 // count
@@ -125,7 +125,7 @@ def test_many_tokens_of_one_group():
 
 
 @pytest.mark.parametrize(("micro_batches", "nodes"), [(7, 8), (12, 4), (3, 64)])
-def test_micro_batches_are_grouped_in_order_and_in_equal_parts(micro_batches, nodes):
+def test_token_bits_group_micro_batches_in_order_and_in_equal_parts(micro_batches, nodes):
     groups = num_groups(micro_batches, nodes)
     assert micro_batches % groups == 0
     topology = Topology(num_nodes=nodes, ranks_per_node=1, num_experts=nodes, replica_slots=0)
@@ -142,7 +142,7 @@ def test_micro_batches_are_grouped_in_order_and_in_equal_parts(micro_batches, no
     np.testing.assert_array_equal(count_bits(bits)[:, :, 0, 0] > 0, expected)
 
 
-def test_the_default_sample_knows_crossings_to_three_percent(shared):
+def test_token_bits_know_crossings_to_three_percent_by_default(shared):
     """Estimate the mean crossings of each layer of the recorded trace; the mean error over layers is below 1%."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz")
     lengths, routed = trace["lengths"], trace["routed_experts"]

@@ -59,7 +59,7 @@ def sent_by(batch):
     return np.asarray(split()(batch.layer_plans()))
 
 
-def test_every_copy_is_sent_once(batch):
+def test_source_quota_sends_every_copy_once(batch):
     sent, plan = sent_by(batch), batch.plan
     assert (sent >= 0).all()
     np.testing.assert_array_equal(sent.sum(2), plan.quota)
@@ -69,13 +69,13 @@ def test_every_copy_is_sent_once(batch):
         np.testing.assert_array_equal(served, load[..., expert])
 
 
-def test_loads_of_pairs_are_sums_over_slots(batch):
+def test_pair_load_is_the_sum_over_slots(batch):
     count = jax.jit(jax.vmap(jax.vmap(functools.partial(pair_load, topology=TOPOLOGY))))
     expected = sent_by(batch).sum(-1).reshape(2, 2, 4, 4)
     np.testing.assert_array_equal(count(batch.layer_plans()), expected)
 
 
-def test_own_rank_then_own_node_come_first(batch):
+def test_source_quota_uses_the_own_rank_then_the_own_node_first(batch):
     """A copy leaves its rank only if the rank's quota is used up, and its node only if the node's quota is."""
     sent, plan = sent_by(batch), batch.plan
     load = np.asarray(batch.load).reshape(2, 2, 4, 8)
@@ -88,7 +88,7 @@ def test_own_rank_then_own_node_come_first(batch):
     np.testing.assert_array_equal(crossing, cross_node_load(batch.layer_plans()))
 
 
-def test_every_rank_sends_away_as_much():
+def test_source_quota_sends_away_as_much_from_every_rank():
     """All ranks send the same number of copies to the other node if all experts are alike.
 
     Each of eight experts has a copy in the other node, which computes half of that node's tokens. The other half
@@ -126,7 +126,7 @@ def test_node_visits_are_those_of_the_copies_slots(replay, batch):
     np.testing.assert_array_equal(node_visits(replay, batch, TOPOLOGY), expected)
 
 
-def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
+def test_node_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
     """Visits are counted for every batch between plan and step, so counting must not compile again."""
     node_visits(replay, batch, TOPOLOGY)
     with jax.log_compiles():
@@ -134,7 +134,7 @@ def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
     assert "Compiling" not in caplog.text
 
 
-def test_one_layer_with_and_without_jit(batch):
+def test_source_quota_of_one_layer_is_the_same_with_and_without_jit(batch):
     """Counting one layer, compiled or not, gives the same as counting all layers."""
     layer = batch.micro_batch(1).layer(0)
     for result in (source_quota(layer, TOPOLOGY), jax.jit(source_quota)(layer, TOPOLOGY)):

@@ -24,7 +24,7 @@ def test_synthetic_trace_is_uneven_and_shifts():
     assert len(hottest) > 2, "the hottest expert moves"
 
 
-def test_padding_of_the_replay_does_not_matter(tmp_path):
+def test_save_replay_ignores_padding_of_the_replay(tmp_path):
     trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
     save_replay(tmp_path / "bare.npz", trace.replay, num_experts=16)
     ids = np.where(trace.replay.mask[..., None, None], trace.replay.expert_ids, 9)
@@ -48,7 +48,7 @@ CATEGORY, DATASET = np.array(["maths", "code", "maths"]), np.array(["a", "b", "c
     ],
     ids=["none", "dataset", "category"],
 )
-def test_the_domain_of_a_sample_is_its_category(tmp_path, labels, domains, domain):
+def test_read_trace_takes_the_category_of_a_sample_as_its_domain(tmp_path, labels, domains, domain):
     np.savez(tmp_path / "trace.npz", **ROWS, **labels)
     trace = read_trace(tmp_path / "trace.npz")
     assert (trace.domains, trace.domain.tolist(), trace.synthetic) == (domains, domain, False)
@@ -63,14 +63,14 @@ def test_the_domain_of_a_sample_is_its_category(tmp_path, labels, domains, domai
     ],
     ids=["too few", "numbers", "pickled"],
 )
-def test_categories_that_are_none(tmp_path, category, message):
+def test_read_trace_refuses_categories_that_are_none(tmp_path, category, message):
     np.savez(tmp_path / "trace.npz", **ROWS, category=category)
     with pytest.raises(ValueError, match=message) as refusal:
         read_trace(tmp_path / "trace.npz")
     assert str(refusal.value).startswith(f"{tmp_path / 'trace.npz'}: ")
 
 
-def test_a_name_stands_for_a_trace_and_a_path_for_a_file(tmp_path, monkeypatch):
+def test_read_trace_takes_a_name_for_a_trace_and_a_path_for_a_file(tmp_path, monkeypatch):
     """A file may have the name of a trace; a Path always means the file."""
     monkeypatch.chdir(tmp_path)
     np.savez("recorded.npz", **ROWS)
@@ -81,7 +81,7 @@ def test_a_name_stands_for_a_trace_and_a_path_for_a_file(tmp_path, monkeypatch):
     assert read_trace(None).num_experts == 8
 
 
-def test_a_name_that_nothing_has():
+def test_read_trace_refuses_a_name_that_nothing_has():
     with pytest.raises(
         ValueError, match=r"^recordd: no such trace, neither a file nor one of .*mean recorded\?$"
     ):

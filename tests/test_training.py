@@ -37,7 +37,7 @@ TOLERANCE = 1e-9
 
 @functools.cache
 def data():
-    """The inputs, targets and routing of all batches, ``[STEPS, SAMPLES, ...]``, each with different hot experts."""
+    """Return inputs, targets and routing of all batches, ``[STEPS, SAMPLES, ...]``, each with different hot experts."""
     rng = np.random.default_rng(0)
     shape = (STEPS, SAMPLES, TOKENS)
     popular = rng.normal(size=(STEPS, 1, 1, LAYERS, EXPERTS)) * 1.5
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def layers(self):
-        """The labels of the expert leaves."""
+        """Return the labels of the expert leaves."""
         return {
             "params": EVERY_LAYER,
             "opt_state": optimizer_layers(OPTIMIZER, self.opt_state, EVERY_LAYER),
@@ -227,7 +227,7 @@ def _wide():
 
 @pytest.fixture(scope="module")
 def whole():
-    """An uninterrupted run on 2x4."""
+    """Make an uninterrupted run on 2x4."""
     with jax.enable_x64(True):
         run = Run(2, 4)
         homes = [run.home]
@@ -268,9 +268,8 @@ def test_training_resumed_on_fewer_ranks_is_the_same(whole, tmp_path):
     first.train(0, 10)
     first.save(tmp_path, 10)
     planner = second.state
-    second.state = (
-        first.state
-    )  # the saved planner state has a different topology; it is restored but not used
+    # The saved planner state has a different topology; it is restored but not used.
+    second.state = first.state
     assert second.restore(tmp_path) == 10
     second.state = planner
     second.train(10, STEPS)

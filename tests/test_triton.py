@@ -18,7 +18,7 @@ PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
 
 @pytest.mark.parametrize(("rows", "height"), [(64, 64), (130, 32), (400, 128), (7, 16)])
-def test_every_row_is_in_one_tile_of_its_group(rows, height):
+def test_row_tiles_hold_every_row_in_one_tile_of_its_group(rows, height):
     """This holds for every pattern of empty groups, with and without padding."""
     rng = np.random.default_rng(0)
     sizes = np.concatenate([rng.multinomial(total, np.ones(8) / 8, size=256) for total in (rows, rows - 5)])
@@ -35,7 +35,7 @@ def test_every_row_is_in_one_tile_of_its_group(rows, height):
         assert owned == list(range(rows))
 
 
-def test_invalid_sizes_give_the_tiles_of_clipped_sizes():
+def test_row_tiles_of_invalid_sizes_are_those_of_clipped_sizes():
     for impossible, possible in (([9, -3, 2**31 - 1], [9, 0, 11]), ([-1, 25, 4], [0, 20, 0])):
         tables = (row_tiles(jnp.array(sizes, jnp.int32), 20, 16) for sizes in (impossible, possible))
         np.testing.assert_array_equal(*tables)
@@ -59,7 +59,7 @@ def test_block_sizes_suit_triton_and_every_gpu(dtype):
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_several_buffers_need_no_more_launches_and_are_not_concatenated(call, matrix, kernels):
+def test_grouped_dot_and_grouped_mlp_launch_no_more_for_several_buffers(call, matrix, kernels):
     def program(slots):
         def run(rows, weights):
             sizes = jnp.array([0, 9, 20, 1, 7])

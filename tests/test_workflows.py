@@ -23,18 +23,18 @@ def test_workflows_call_targets_that_exist(name):
     assert called <= TARGETS, called - TARGETS
 
 
-def test_every_target_is_listed_by_help():
+def test_make_help_lists_every_target():
     listed = set(re.findall(r"^([a-z0-9-]+):.*##", MAKEFILE, re.MULTILINE))
     assert listed == TARGETS
 
 
-def test_environments_of_the_workflow_can_be_made():
+def test_workflows_name_environments_that_can_be_made():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     for folder in re.findall(r"venv: (\S+)", text):
         assert f"\n{folder}/installed:" in MAKEFILE, folder
 
 
-def test_one_version_everywhere():
+def test_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert relibra_jax.__version__ == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
