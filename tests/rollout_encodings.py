@@ -272,6 +272,46 @@ ENCODINGS = {
 }
 
 
+def split_response(rows, start):
+    """Return a response with separate rows for the prompt, which here ends one token after ``start``."""
+    prompt = min(1, len(rows))
+    return {"prompt_routed_experts": npy(rows[:prompt]), "choices": [{"routed_experts": npy(rows[prompt:])}]}
+
+
+def flat_from(rows, start):
+    return {"routed_experts": b64(rows.astype(np.int32).tobytes())}
+
+
+# The engines that can skip tokens: name -> (layout, encoder of a sample's rows from token ``start`` on, whether the
+# recording says start)
+STARTS = {
+    "sglang": ("sglang", flat_from, False),
+    "sglang with start": (
+        "sglang",
+        lambda rows, start: flat_from(rows, start) | {"routed_experts_start_len": start},
+        True,
+    ),
+    "vllm": ("vllm", lambda rows, start: rows, False),
+    "vllm_http": ("vllm_http", lambda rows, start: {"choices": [{"routed_experts": npy(rows)}]}, False),
+    "vllm_http split": ("vllm_http", split_response, False),
+    "slime": (
+        "slime",
+        lambda rows, start: np.concatenate([rows, slime_padding(1, rows.shape[1:], 16)]),
+        False,
+    ),
+    "slime with start": (
+        "slime",
+        lambda rows, start: {"rollout_routed_experts": rows, "routed_experts_start_len": start},
+        True,
+    ),
+    "nemo_rl": ("nemo_rl", lambda rows, start: rows, False),
+    "nemo_rl wire": ("nemo_rl", lambda rows, start: nemo_rl_wire(rows, "int16"), False),
+    "megatron_inference": ("megatron_inference", lambda rows, start: rows, False),
+    "tensorrt_llm": ("tensorrt_llm", lambda rows, start: rows, False),
+    "prime_rl answer": ("prime_rl", prime_rl_answer, True),
+}
+
+
 def live(ids):
     """Return a ``live_routing``: ``ids`` for missing routes, and invalid ids elsewhere, which must not be read."""
     return lambda missing: np.where(missing[..., None, None], ids, 10_000)

@@ -11,62 +11,20 @@ from hypothesis import strategies as st
 from rollout_encodings import (
     LEFT_PADDED,
     MODEL,
+    STARTS,
     assert_holds,
-    b64,
     example,
+    flat_from,
     live,
-    nemo_rl_wire,
-    npy,
     padded,
-    prime_rl_answer,
     routes,
     sglang,
-    slime_padding,
     vllm,
 )
 
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.rollout.ingest import replay_from_rollout
 from relibra_jax.rollout.layouts import LAYOUTS
-
-
-def split_response(rows, start):
-    """Return a response with separate rows for the prompt, which here ends one token after ``start``."""
-    prompt = min(1, len(rows))
-    return {"prompt_routed_experts": npy(rows[:prompt]), "choices": [{"routed_experts": npy(rows[prompt:])}]}
-
-
-def flat(rows, start):
-    return {"routed_experts": b64(rows.astype(np.int32).tobytes())}
-
-
-# name -> (layout, encoder of a sample's rows from token ``start`` on, whether the recording says start)
-ENGINES = {
-    "sglang": ("sglang", flat, False),
-    "sglang with start": (
-        "sglang",
-        lambda rows, start: flat(rows, start) | {"routed_experts_start_len": start},
-        True,
-    ),
-    "vllm": ("vllm", lambda rows, start: rows, False),
-    "vllm_http": ("vllm_http", lambda rows, start: {"choices": [{"routed_experts": npy(rows)}]}, False),
-    "vllm_http split": ("vllm_http", split_response, False),
-    "slime": (
-        "slime",
-        lambda rows, start: np.concatenate([rows, slime_padding(1, rows.shape[1:], 16)]),
-        False,
-    ),
-    "slime with start": (
-        "slime",
-        lambda rows, start: {"rollout_routed_experts": rows, "routed_experts_start_len": start},
-        True,
-    ),
-    "nemo_rl": ("nemo_rl", lambda rows, start: rows, False),
-    "nemo_rl wire": ("nemo_rl", lambda rows, start: nemo_rl_wire(rows, "int16"), False),
-    "megatron_inference": ("megatron_inference", lambda rows, start: rows, False),
-    "tensorrt_llm": ("tensorrt_llm", lambda rows, start: rows, False),
-    "prime_rl answer": ("prime_rl", prime_rl_answer, True),
-}
 
 
 @st.composite
@@ -79,7 +37,7 @@ def skipped_rows(draw):
 
 @settings(max_examples=400)
 @given(
-    name=st.sampled_from(sorted(ENGINES)),
+    name=st.sampled_from(sorted(STARTS)),
     batch=skipped_rows(),
     caller_says=st.booleans(),
     moe_layers=st.sampled_from([[0, 1, 2, 3], [1, 3]]),
@@ -87,7 +45,7 @@ def skipped_rows(draw):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_replay_from_rollout_never_shifts_a_row(name, batch, caller_says, moe_layers, moe_rows, seed):
-    layout, encode, recording_says = ENGINES[name]
+    layout, encode, recording_says = STARTS[name]
     lengths, starts, without_last = batch
     # Sequences of the engine stand anywhere among 12 positions, in order.
     rng = np.random.default_rng(seed)
@@ -179,7 +137,7 @@ def test_replay_from_rollout_asks_for_a_start_that_decides_the_layers():
         "fill": "live",
         "live_routing": live(ids[:, :, 1::2]),
     }
-    source = [flat(ids[0, 4:], 4)]
+    source = [flat_from(ids[0, 4:], 4)]
     with pytest.raises(
         ValueError,
         match=r"sample 0: found 4 or 8 rows of 4 layers or 2 MoE layers x top-3 for 8 real tokens, .*pass start",
