@@ -63,6 +63,8 @@ class BeyondBalance:
     """The numbers of resident slots of a rank to compare."""
     model: str = "gpt-oss-20b"
     """The model whose sizes are priced."""
+    shards: int = 1
+    """The number of data-parallel groups that share the optimizer state, beside which residents must fit."""
     layers: int = 24
     """The most layers of the trace to plan, evenly spaced."""
     rivals: tuple[str, ...] = RIVALS
@@ -129,6 +131,11 @@ def draw_samples(trace: Trace, config: BeyondBalance) -> list[Draw]:
     return draws if config.halves else draws[:1]
 
 
+def costs_of(config: BeyondBalance) -> Costs:
+    """Return the priced settings: those of `Costs`, but for the model and its shards."""
+    return Costs(model=config.model, shards=config.shards)
+
+
 def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> Topology:
     """Return the expert-parallel group of the given ranks, with one replica slot per rank.
 
@@ -152,18 +159,21 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
     )
 
 
-def make_cost_model(trace: Trace, whole: Draw, topology: Topology, model: str) -> CostModel:
+def make_cost_model(trace: Trace, whole: Draw, topology: Topology, config: BeyondBalance) -> CostModel:
     """Return the cost model of what layers run by default; a mean micro-batch of all samples is as large as a real one.
 
     Args:
         trace: the recorded routing.
         whole: the draw of all samples.
         topology: the expert-parallel group.
-        model: the name of the model whose sizes are priced.
+        config: the settings, of which the model and the number of shards are priced.
+
+    Raises:
+        ValueError: if the residents of the topology do not fit the memory of a rank.
     """
     drawn = make_trace(whole.batch, trace.num_experts, trace.name)
     batching = Batching(batch_size=len(whole.batch.mask), micro_batches=whole.micro_batches)
-    return make_setting(drawn, topology, batching=batching, cost=Costs(model=model)).cost_model
+    return make_setting(drawn, topology, batching=batching, cost=costs_of(config)).cost_model
 
 
 def run_variants(
@@ -220,7 +230,7 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
         *(("relibra", b) for b in config.residents),
     ]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
-        cost_model = make_cost_model(trace, whole, topology, config.model)
+        cost_model = make_cost_model(trace, whole, topology, config)
         is_search = name == "relibra"
         assign_options = (False, True) if is_search else (False,)
         steady = list(itertools.product(["steady"], assign_options))
@@ -277,8 +287,9 @@ def main(config: BeyondBalance) -> None:
     draws = draw_samples(trace, config)
     for name in config.rivals:
         look_up("rivals: ", name, PLANNERS)
-    for ranks in config.ranks:
-        make_topology(ranks, trace.num_experts)  # raises an error before anything runs
+    for ranks, residents in itertools.product(config.ranks, config.residents):
+        topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
+        make_cost_model(trace, draws[0], topology, config)  # raises an error before anything runs
     # Most of the time is compilation, which uses one core per program; topologies share no programs.
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(report_ranks, trace, draws, ranks, config) for ranks in config.ranks]
@@ -287,7 +298,7 @@ def main(config: BeyondBalance) -> None:
         console.print(table)
     if config.record is not None:
         about = {"trace": trace.name, "seeds": config.seeds, "layers": config.layers}
-        about |= dataclasses.asdict(Costs(model=config.model))
+        about |= dataclasses.asdict(costs_of(config))
         write_json(config.record, {**about, "tables": [report.numbers for report in reports]})
 
 
