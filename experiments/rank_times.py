@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from experiments.interleaving import interleaved
 from pallas_kernels import grouped_mlp
@@ -75,7 +75,7 @@ def slowest_seconds(seconds: Float[np.ndarray, "stages ranks"]) -> float:
     return float(seconds.max(1).sum())
 
 
-def imbalance_over_stages(values: Float[np.ndarray, "stages ranks"]) -> float:
+def imbalance_over_stages(values: Num[np.ndarray, "stages ranks"]) -> float:
     """Return the sum over stages of the slowest rank over the sum of the means; of seconds or of rows.
 
     >>> imbalance_over_stages(np.array([[1.0, 3.0], [2.0, 2.0]]))
