@@ -45,8 +45,8 @@ from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
-COSTS: Final = Costs(row_layout="packed")
-"""What is priced: GPT-OSS-20B on H100, in packed rows."""
+COSTS: Final = Costs(sequence_layout="packed")
+"""What is priced: GPT-OSS-20B on H100, in packed sequences."""
 ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
 """The ranks and resident slots of the first table. On 4x8 ranks, a rank has one sample by default."""
 PLANS: Final = (("2x4", 1, True), ("4x4", 1, True), ("4x4", 0, False))
@@ -209,16 +209,17 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
     for ranks, residents in ROADS:
         table.add_column(f"{ranks}, {residents or 'no'} resident", justify="right")
         case = make_case(trace, config, ranks, residents)
-        own_rows = dataclasses.replace(case, cost_model=dataclasses.replace(case.cost_model, rows="padded"))
-        roads, padded = plan_roads(case), plan_roads(own_rows, only=PREPARE)
+        padded_cost = dataclasses.replace(case.cost_model, sequences="padded")
+        roads = plan_roads(case)
+        padded = plan_roads(dataclasses.replace(case, cost_model=padded_cost), only=PREPARE)
         lines = [(road, outcome, "packed") for road, outcome in roads.items()]
         lines += [(road, outcome, "padded") for road, outcome in padded.items()]
         for road, outcome, layout in lines:
             equal = outcome is roads[PREPARE]
             sent, needed = outcome.share_of_balanced, outcome.share_as_needed
-            row = {"ranks": ranks, "residents": residents, "entry": road, "rows": layout}
+            row = {"ranks": ranks, "residents": residents, "entry": road, "sequences": layout}
             rows.append({**row, "sent": sent, "needed": needed, "same_plan": equal})
-            name = f"{road}, a row for each sample" if layout == "padded" else road
+            name = f"{road}, a sequence for each sample" if layout == "padded" else road
             cells.setdefault(name, []).append(f"{100 * sent:.1f} ({100 * needed:.1f}){' =' * equal}")
     for road, texts in cells.items():
         table.add_row(road, *texts)

@@ -31,7 +31,7 @@ def synthetic_trace(
     """Generate a trace.
 
     Args:
-        samples: the number of sequences B.
+        samples: B, the number of samples.
         mean_tokens: the mean length of a sample in tokens; lengths are log-normal and at most three times this number.
         layers: the number of MoE layers L.
         num_experts: the number of logical experts E of a layer.

@@ -77,16 +77,16 @@ TRACES = []  # the buffer sizes with which the step was traced, one entry per tr
 
 
 @nnx.jit
-def train_step(model, optimizer, batch, rows):
+def train_step(model, optimizer, batch, sequences):
     TRACES.append(batch.parallel.capacities)
 
-    def loss_of(model, rows, layers):
-        x, replay = rows
+    def loss_of(model, sequences, layers):
+        x, replay = sequences
         out = model(x, replay, layers, batch.parallel)
         loss = (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
         return loss, loss
 
-    gradients, losses = accumulate_gradients(model, loss_of, batch, rows)
+    gradients, losses = accumulate_gradients(model, loss_of, batch, sequences)
     optimizer.update(model, gradients)
     return losses.sum()
 
@@ -167,11 +167,11 @@ def test_balancer_trains_the_same_over_data_and_fsdp_axes(axes):
     valid = batch.layers().token_tables.valid
     assert valid.shape == (2, LAYERS, *axes.values(), 1, 2)
     assert valid.all()
-    rows = batch.to_ranks(np.arange(SAMPLES) + 1)
-    assert rows.sharding.is_equivalent_to(
+    sequences = batch.to_ranks(np.arange(SAMPLES) + 1)
+    assert sequences.sharding.is_equivalent_to(
         jax.NamedSharding(run.mesh, jax.P(None, (*axes, "node", "local"))), 2
     )
-    assert sorted(np.asarray(rows)[np.asarray(rows) > 0].tolist()) == list(range(1, SAMPLES + 1))
+    assert sorted(np.asarray(sequences)[np.asarray(sequences) > 0].tolist()) == list(range(1, SAMPLES + 1))
 
 
 def test_prepare_puts_a_model_on_the_mesh():
@@ -191,12 +191,12 @@ def test_train_step_compiles_once_for_equal_sizes():
     assert len(TRACES) == before
 
 
-def test_to_ranks_puts_rows_on_the_ranks_of_their_samples():
+def test_to_ranks_puts_sequences_on_the_ranks_of_their_samples():
     run = Run()
     batch = run.prepare()
     sample = np.asarray(batch.batch_plan.assignment.sample).reshape(MICRO_BATCHES, -1)
-    rows = np.asarray(batch.to_ranks({"number": np.arange(SAMPLES) + 1})["number"])
-    np.testing.assert_array_equal(rows, np.where(sample == EMPTY, 0, sample + 1))
+    sequences = np.asarray(batch.to_ranks({"number": np.arange(SAMPLES) + 1})["number"])
+    np.testing.assert_array_equal(sequences, np.where(sample == EMPTY, 0, sample + 1))
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
 
 
@@ -232,7 +232,7 @@ def test_plan_ahead_starts_the_search_of_the_next_batch():
         planner=REORDERING,
         topology=TOPOLOGY,
         stages=MICRO_BATCHES,
-        cost=dataclasses.replace(BALANCE, rows="padded"),
+        cost=dataclasses.replace(BALANCE, sequences="padded"),
         assign=ASSIGN,
         state=state,
     )
@@ -314,12 +314,12 @@ def test_prepare_rejects_a_second_batch_before_an_update():
 def test_prepared_batch_is_rejected_after_the_next_prepare():
     run = Run()
     old = run.prepare(0)
-    rows = old.to_ranks(batches()[0])
-    train_step(run.model, run.optimizer, old, rows)
-    train_step(run.model, run.optimizer, old, rows)  # a batch may have several updates
+    sequences = old.to_ranks(batches()[0])
+    train_step(run.model, run.optimizer, old, sequences)
+    train_step(run.model, run.optimizer, old, sequences)  # a batch may have several updates
     run.prepare(1)
     with pytest.raises(ValueError, match=r"this is batch 1 of its balancer, .* for batch 2"):
-        train_step(run.model, run.optimizer, old, rows)
+        train_step(run.model, run.optimizer, old, sequences)
     with pytest.raises(ValueError, match="this is batch 1"):
         old.to_ranks(batches()[0])
 
@@ -465,12 +465,12 @@ def test_flax_loop_is_balanced_and_equals_static_placement(capsys):
 
 
 def test_prepare_rejects_parameters_that_are_not_finite(tmp_path):
-    """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
+    """The sequences of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
     batch = run.prepare(0)
     assert np.isnan(train_step(run.model, run.optimizer, batch, batch.to_ranks((other, replay))))
-    message = r"parameter layers\.0\.\w+ is not finite: an earlier step ran with rows of another batch"
+    message = r"parameter layers\.0\.\w+ is not finite: an earlier step ran with sequences of another batch"
     with pytest.raises(ValueError, match=message):
         run.prepare(1)
     with ocp.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=message):
@@ -482,7 +482,9 @@ def test_accumulate_gradients_rejects_other_micro_batches():
     batch = run.prepare()
     x, replay = batch.to_ranks(batches()[0])
     half = jax.tree.map(lambda leaf: leaf[:, :4], (x, replay))
-    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows per micro-batch"):
+    with pytest.raises(
+        ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 sequences per micro-batch"
+    ):
         train_step(run.model, run.optimizer, batch, half)
     with pytest.raises(ValueError, match=r"samples\[0\]: shape \(10, .* 2 micro-batches: .*to_ranks"):
         train_step(run.model, run.optimizer, batch, batches()[0])

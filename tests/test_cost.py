@@ -98,14 +98,16 @@ def test_attention_time_is_that_of_every_sample():
     np.testing.assert_allclose(seconds[..., 0], [[16 + 16, 16 + 32], [16 + 18, 16]])
 
 
-def test_attention_time_of_padded_rows_is_that_of_their_positions():
-    """Both rows of a rank are as long as T, or as the longest sample, with one sample in them or none."""
-    cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded")
+def test_attention_time_of_padded_sequences_is_that_of_their_positions():
+    """Both sequences of a rank are as long as T, or as the longest sample, with one sample in them or none."""
+    cost = Price(
+        token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, sequences="padded"
+    )
     assignment = Assignment(np.array([[[[0, 1]], [[EMPTY, EMPTY]]]]))
-    for row_length, row in ((None, 5), (16.0, 16)):
-        seconds, positions = attention_time(assignment, np.array([3, 5]), cost, row_length=row_length)
-        assert float(positions) == 2 * row
-        np.testing.assert_allclose(seconds[..., 0], np.full((1, 2), 2 * (2 * row + row**2 / 2)))
+    for given, length in ((None, 5), (16.0, 16)):
+        seconds, positions = attention_time(assignment, np.array([3, 5]), cost, sequence_length=given)
+        assert float(positions) == 2 * length
+        np.testing.assert_allclose(seconds[..., 0], np.full((1, 2), 2 * (2 * length + length**2 / 2)))
 
 
 def test_count_sent_is_equal_lanes_if_padded_and_what_is_needed_if_ragged(batch_plan):
@@ -242,17 +244,17 @@ def test_reorder_time_counts_the_moves_of_the_migration():
 
 
 def test_batch_time_has_the_same_head_and_update_for_all_plans():
-    """The rest is counted by hand, and depends on the lengths of rows, not on homes or replicas."""
+    """The rest is counted by hand, and depends on the lengths of sequences, not on homes or replicas."""
     model = dataclasses.replace(MODEL, moe_layers=2, vocabulary=30)
     replay, some = a_batch("any")
     other = some._replace(plan=planned("static", TOPOLOGY, some.load))
     lengths = replay.mask.sum(1)
-    rows = np.append(lengths, 0)[np.asarray(some.assignment.sample)].sum(-1).max()
+    positions = np.append(lengths, 0)[np.asarray(some.assignment.sample)].sum(-1).max()
     for updates in (1, 3):
         cost = price(model=model, updates=updates)
         times = [batch_time(each, lengths, TOPOLOGY, cost) for each in (some, other)]
         assert float(times[0].rest) == float(times[1].rest)
-        head = 2 * rows * 3 * 2 * 4 * 30 / 5e5  # two micro-batches
+        head = 2 * positions * 3 * 2 * 4 * 30 / 5e5  # two micro-batches
         reduced = 2 * 4 * (50 + 2 * 4 * 30 / 2) * ((1 - 1 / 2) / 1000 + (1 - 1 / 2) / 2 / 100) / 0.5
         stepped = (2 * 12 + 4 + 2) * (2 * 60 + 50 / 4) / 2000 / 0.5
         assert float(times[0].rest) == pytest.approx(head + 2 * updates * (reduced + stepped))
@@ -380,13 +382,13 @@ def test_balanced_time_counts_the_locality_of_the_samples(batch_plan):
     assert float(local.compute) == pytest.approx(3 * 10 * 120 / 5e5), "half of what the busiest rank fills"
 
 
-def test_balanced_time_with_padded_rows_has_their_positions(batch_plan):
-    cost = price(rows="padded")
-    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, row_length=16.0, rows=1)
+def test_balanced_time_with_padded_sequences_has_their_positions(batch_plan):
+    cost = price(sequences="padded")
+    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, sequence_length=16.0, sequences=1)
     assert float(time.attention) == pytest.approx(3 * (16 * 2 * 50 + 16**2 * 10) / 5e5)
-    same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, row_length=16.0)
+    same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, sequence_length=16.0)
     assert float(same.attention) == pytest.approx(float(time.attention))
-    with pytest.raises(ValueError, match="rows must be given if rows are padded"):
+    with pytest.raises(ValueError, match="sequences must be given if sequences are padded"):
         balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost)
 
 
@@ -611,14 +613,14 @@ def test_cost_model_auto_is_what_runs_on_gpus():
     def chosen(nodes, local, **changes):
         topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=48, replica_slots=0)
         run = dataclasses.replace(auto, **changes).on(topology)
-        return run.path, run.between, run.inside, run.fetch, run.rows
+        return run.path, run.between, run.inside, run.fetch, run.sequences
 
     assert chosen(2, 8) == ("hierarchical", "padded", "ragged", "ragged", "packed")
     assert chosen(1, 8) == ("flat", "ragged", "ragged", "ragged", "packed")
     assert chosen(1, 16) == ("flat", "padded", "padded", "padded", "packed")
     assert chosen(2, 4, path="flat") == ("flat", "padded", "ragged", "ragged", "packed")
     one_expert = dataclasses.replace(MODEL, top_k=1)
-    assert chosen(2, 4, model=one_expert, rows="padded")[::4] == ("flat", "padded")
+    assert chosen(2, 4, model=one_expert, sequences="padded")[::4] == ("flat", "padded")
     assert chosen(2, 4, between="ragged", inside="padded")[1:3] == ("ragged", "padded")
 
 
@@ -661,7 +663,7 @@ def test_batch_time_rejects_bad_input(wrong, message):
         ({"shards": 0}, "shards=0 must be an integer of at least 1"),
         ({"path": "ring"}, "path='ring' must be one of auto, flat, hierarchical"),
         ({"between": "even"}, "between='even' must be one of auto, padded, ragged"),
-        ({"rows": "long"}, "rows='long' must be one of auto, packed, padded"),
+        ({"sequences": "long"}, "sequences='long' must be one of auto, packed, padded"),
         (
             {"cluster": dataclasses.replace(CLUSTER, slow_bandwidth=0.0)},
             "cluster.slow_bandwidth=0.0 must be positive",

@@ -98,7 +98,7 @@ def test_run_planner_gives_every_planner_the_same_input(trace):
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_run_planner_plans_as_a_user_does(trace, layout):
     """The plans are those of `plan_batch` with the keys of a Balancer, bit for bit."""
-    setting, entry = setting_of(trace, seed=3, row_layout=layout), with_samples_assigned("relibra")
+    setting, entry = setting_of(trace, seed=3, sequence_layout=layout), with_samples_assigned("relibra")
     batches, cost, planner = setting.batches, setting.cost_model.price(TOPOLOGY), entry.planner
     planner_key, key = jax.random.split(jax.random.key(3))
     state = planner.init(TOPOLOGY, 2, key=planner_key)

@@ -138,15 +138,15 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
 @pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
 def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):
     """This is `test_balancer_plans_as_plan_batch_and_compare` for more ranks than there are devices."""
-    topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, rows="padded")
+    topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, sequences="padded")
     assert_same_bits([compared(topology, cost)], planned(topology, cost, 1))
 
 
-def test_balancer_with_packed_rows_starts_from_packed_samples():
+def test_balancer_with_packed_sequences_starts_from_packed_samples():
     mesh = expert_mesh(TOPOLOGY)
-    model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, rows="packed")
+    model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, sequences="packed")
     batch = balancer.prepare(model, None, replay())
-    assert balancer.cost.rows == "packed"
+    assert balancer.cost.sequences == "packed"
     assert_same_bits([batch.batch_plan], planned(TOPOLOGY, balancer.cost, 1))
     title, plan, staying, balanced, shares = batch.summary().splitlines()
     times = batch.modelled_times
@@ -180,7 +180,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         between="padded",
         inside="padded",
         fetch="padded",
-        rows="padded",
+        sequences="padded",
     )
 
 
@@ -198,8 +198,8 @@ def test_cluster_of_names_an_unknown_device_once(capsys, kind, name):
 
 def test_balancer_cost_is_of_what_runs():
     runs = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat"}
-    cost = balancer_of(static(), runs=runs, cost=COST, rows="packed").cost
-    assert (cost.path, cost.between, cost.inside, cost.fetch, cost.rows) == (
+    cost = balancer_of(static(), runs=runs, cost=COST, sequences="packed").cost
+    assert (cost.path, cost.between, cost.inside, cost.fetch, cost.sequences) == (
         *("flat", "ragged", "ragged", "ragged"),
         "packed",
     )
@@ -223,7 +223,10 @@ def test_balancer_for_balance_has_no_price():
         ({"between": "ragged"}, "between='ragged', but the layers of this Balancer run between='padded'"),
         ({"inside": "ragged"}, "inside='ragged', but the layers of this Balancer run inside='padded'"),
         ({"fetch": "ragged"}, "fetch='ragged', but the layers of this Balancer run fetch='padded'"),
-        ({"rows": "packed"}, "rows='packed', but the layers of this Balancer run rows='padded'"),
+        (
+            {"sequences": "packed"},
+            "sequences='packed', but the layers of this Balancer run sequences='padded'",
+        ),
         ({"data_parallel": 3}, "data_parallel=3, but the layers of this Balancer run data_parallel=1"),
         ({"spare_room": False}, "spare_room=False, but the layers of this Balancer run spare_room=True"),
     ],

@@ -150,8 +150,8 @@ def test_hot_ranks_have_no_gradient():
 
 
 @nnx.jit
-def first_micro_batch(model, batch, rows):
-    x, replay = jax.tree.map(lambda leaf: leaf[0], rows)
+def first_micro_batch(model, batch, sequences):
+    x, replay = jax.tree.map(lambda leaf: leaf[0], sequences)
     return model(x, replay, batch.micro_batch(0), batch.parallel)
 
 
@@ -160,19 +160,19 @@ def test_in_float8_rounds_passes_and_refuses_updates():
     """A forward pass of the model in float8 rounds, with replay and live routing; an update of it raises."""
     run = Run()
     replayed = run.prepare()
-    rows = replayed.to_ranks(batches()[0])
+    sequences = replayed.to_ranks(batches()[0])
     live = run.balancer.prepare(run.model, run.optimizer, None, num_samples=10)
     for batch in (replayed, live):
         outputs = [
-            np.asarray(first_micro_batch(model, batch, rows))
+            np.asarray(first_micro_batch(model, batch, sequences))
             for model in (run.model, in_float8(run.model, ALL))
         ]
         error = np.linalg.norm(outputs[1] - outputs[0]) / np.linalg.norm(outputs[0])
         assert 1e-4 < error < 0.1
         rounded = in_float8(run.model, ALL)
         with pytest.raises(ValueError, match=REFUSAL):
-            train_step(rounded, nnx.Optimizer(rounded, OPTIMIZER, wrt=nnx.Param), batch, rows)
-    assert np.isfinite(train_step(run.model, run.optimizer, live, rows))
+            train_step(rounded, nnx.Optimizer(rounded, OPTIMIZER, wrt=nnx.Param), batch, sequences)
+    assert np.isfinite(train_step(run.model, run.optimizer, live, sequences))
 
 
 def test_hot_ranks_check_their_numbers():

@@ -40,7 +40,7 @@ assert_close = functools.partial(assert_within, tolerance=5e-6)
 
 
 def loads(ids, mask, topology=TOPOLOGY):
-    """Return the token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows are on the ranks in order."""
+    """Return the token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose sequences are on the ranks in order."""
     ids = np.where(mask[..., None], np.asarray(ids, np.int32), EMPTY)
     return load_of(ids.reshape(topology.num_ranks, -1, ids.shape[-1]), topology)
 

@@ -68,7 +68,7 @@ class Model(nnx.Module):
 
 
 @nnx.jit
-def forward(model, batch, rows, residents):
+def forward(model, batch, sequences, residents):
     """Return the output of every token, and the rows of the slots."""
     graph, state = nnx.split(model)
 
@@ -78,21 +78,21 @@ def forward(model, batch, rows, residents):
             layers = layers._replace(residents=residents.weights)
         return None, nnx.merge(graph, state)(x, replay, layers, batch.parallel)
 
-    return jax.lax.scan(one, None, (rows, batch.layers()))[1]
+    return jax.lax.scan(one, None, (sequences, batch.layers()))[1]
 
 
 @nnx.jit
-def train_step(model, optimizer, batch, rows, weight, residents):
+def train_step(model, optimizer, batch, sequences, weight, residents):
     TRACES.append(batch.parallel.capacities)
 
-    def objective(model, rows, layers):
-        (x, replay), weight = rows
+    def objective(model, sequences, layers):
+        (x, replay), weight = sequences
         out, slot_rows = model(x, replay, layers, batch.parallel)
         loss = (jnp.square(out - 1).sum(-1) * weight).sum()
         return loss, (loss, slot_rows)
 
     gradients, (losses, slot_rows) = accumulate_gradients(
-        model, objective, batch, (rows, weight), residents=residents
+        model, objective, batch, (sequences, weight), residents=residents
     )
     optimizer.update(model, gradients)
     return losses.sum(), slot_rows
@@ -122,8 +122,8 @@ class Run:
         """Run one update and return its loss, the mean over its own tokens."""
         mask = data()[number][1].mask
         own = np.isin(np.arange(SAMPLES), part)[:, None] & mask
-        rows, weight = batch.to_ranks((data()[number], (own / own.sum()).astype(np.float32)))
-        loss, slot_rows = train_step(self.model, self.optimizer, batch, rows, weight, residents)
+        sequences, weight = batch.to_ranks((data()[number], (own / own.sum()).astype(np.float32)))
+        loss, slot_rows = train_step(self.model, self.optimizer, batch, sequences, weight, residents)
         check_executed(slot_rows, batch)
         return float(loss)
 
@@ -245,7 +245,8 @@ def test_from_ranks_restores_the_order_of_the_batch():
         inside = np.isin(np.arange(SAMPLES), own)[:, None]
         np.testing.assert_array_equal(stage.from_ranks({"n": stage.to_ranks(numbers)})["n"], numbers * inside)
     with pytest.raises(
-        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\), but the micro-batches and rows .* are \(2, 4\)"
+        ValueError,
+        match=r"sequences\['n'\]: shape \(1, 16, 2\), but the micro-batches and sequences .* are \(2, 4\)",
     ):
         stage.from_ranks({"n": np.zeros((1, 16, 2))})
 

@@ -98,14 +98,14 @@ def test_load_pretrained_gives_logits_of_transformers_live_and_replayed(name):
     batch = balancer.prepare(model, None, RoutingReplay(np.asarray(live.expert_ids), mask))
     assert (get_homes(model) != np.arange(16)).any()
     assert (batch.batch_plan.plan.slot_expert[..., TOPOLOGY.held_slots :] >= 0).any(), "no replicas"
-    rows = batch.to_ranks((tokens, mask, live.expert_ids, logits))
+    sequences = batch.to_ranks((tokens, mask, live.expert_ids, logits))
 
     @nnx.jit
-    def replay(model, batch, rows):
-        tokens, mask, expert_ids, _ = jax.tree.map(lambda leaf: leaf[0], rows)
+    def replay(model, batch, sequences):
+        tokens, mask, expert_ids, _ = jax.tree.map(lambda leaf: leaf[0], sequences)
         return model(tokens, mask, expert_ids, batch.micro_batch(0), parallel=batch.parallel).logits
 
-    np.testing.assert_allclose(replay(model, batch, rows), rows[3][0], atol=1e-5)
+    np.testing.assert_allclose(replay(model, batch, sequences), sequences[3][0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -65,11 +65,11 @@ class Model(nnx.Module):
 
 
 @nnx.jit(static_argnames=("update",))
-def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
+def train_step(model, optimizer, batch, sequences, batch_load, residents, *, update):
     """Run one update of a batch, on every second one of its micro-batches in order."""
 
-    def objective(model, rows, layers):
-        x, replay = rows
+    def objective(model, sequences, layers):
+        x, replay = sequences
         out, logits, slot_rows = model(x, replay, layers, batch.parallel)
         loss = (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
         of_layer = functools.partial(balance_loss, gating=GATING, mask=replay.mask)
@@ -78,7 +78,7 @@ def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
 
     share = slice(update * MICRO_BATCHES, (update + 1) * MICRO_BATCHES)
     gradients, (losses, slot_rows) = accumulate_gradients(
-        model, objective, batch, rows, micro_batches=share, residents=residents
+        model, objective, batch, sequences, micro_batches=share, residents=residents
     )
     optimizer.update(model, gradients)
     return losses.sum(), optax.tree.norm(gradients), slot_rows
@@ -108,7 +108,7 @@ class Run:
         for number in range(first, last):
             x, replay = data()[number]
             batch = self.balancer.prepare(self.model, self.optimizer, replay)
-            rows = batch.to_ranks((np.asarray(x, self.model.layers[0].experts.dtype), replay))
+            sequences = batch.to_ranks((np.asarray(x, self.model.layers[0].experts.dtype), replay))
             load = batch.batch_plan.load.sum((0, 2, 3))
             slot_rows = []
             for update in range(UPDATES):
@@ -118,7 +118,7 @@ class Run:
                     check_residents(residents, self.optimizer.step[...], plan, batch.parallel.topology)
                     self.residents = residents
                 loss, norm, rows_of_update = train_step(
-                    *(self.model, self.optimizer, batch, rows, load, residents), update=update
+                    *(self.model, self.optimizer, batch, sequences, load, residents), update=update
                 )
                 losses.append(float(loss))
                 slot_rows.append(rows_of_update)

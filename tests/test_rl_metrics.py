@@ -264,7 +264,7 @@ def test_score_responses_masks_and_counts_rewards_that_are_not_finite(value):
         example._replace(prompt=prompt)
         for prompt, example in zip("abc", TASKS["copy"].sample(0, 3), strict=True)
     ]
-    tokens = BYTES.pad_rows([BYTES.encode_prompt("a") + [65]] * 3, 8)
+    tokens = BYTES.pad_sequences([BYTES.encode_prompt("a") + [65]] * 3, 8)
     rewards = score_responses(task, examples, tokens, tokens == 65)
     assert rewards.scored.tolist() == [True, False, True]
     assert rewards.reward.tolist() == [1, 0, 1]

@@ -104,11 +104,11 @@ def test_bytes_decode_invalid_text_and_special_tokens():
     assert np.flatnonzero(~BYTES.allowed(VOCABULARY + 1)).tolist() == [PAD, BOS, VOCABULARY]
 
 
-def test_pad_rows_pads_or_rejects():
-    rows = BYTES.pad_rows([[BOS, 1], []], 2)
-    assert (rows.tolist(), rows.dtype) == ([[BOS, 1], [PAD, PAD]], np.int32)
-    with pytest.raises(ValueError, match="row 1 has 3 tokens and must have at most 2"):
-        BYTES.pad_rows([[1], [1, 2, 3]], 2)
+def test_pad_sequences_pads_or_rejects():
+    padded = BYTES.pad_sequences([[BOS, 1], []], 2)
+    assert (padded.tolist(), padded.dtype) == ([[BOS, 1], [PAD, PAD]], np.int32)
+    with pytest.raises(ValueError, match="sequence 1 has 3 tokens and must have at most 2"):
+        BYTES.pad_sequences([[1], [1, 2, 3]], 2)
 
 
 @pytest.mark.parametrize("text", [TEXT, " é🙂\n\n  2+2=", "", "<s> and </s"])

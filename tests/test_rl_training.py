@@ -328,7 +328,7 @@ def test_score_responses_masks_only_the_sample_whose_reward_function_raises():
     examples = Trainer(small(), 0, task=task).sampler.examples(0)
     examples[5] = examples[5]._replace(prompt="copy ab: ")
     prompts = [BYTES.encode_prompt(example.prompt) for example in examples]
-    tokens = BYTES.pad_rows([prompt + [65, 66] for prompt in prompts], 21)
+    tokens = BYTES.pad_sequences([prompt + [65, 66] for prompt in prompts], 21)
     response = np.array([np.arange(21) >= len(prompt) for prompt in prompts]) & (tokens != BYTES.pad)
     rewards = score_responses(task, examples, tokens, response)
     assert rewards.scored.sum() == len(examples) - 1

@@ -70,7 +70,7 @@ def seconds(replay, batch_plan, previous_home, cost=COST):
     visits = node_visits(replay, batch_plan, TOPOLOGY) if cost.hierarchical else None
     options = {"visits": visits, "previous_home": previous_home}
     lengths, width = replay.mask.sum(1), float(replay.mask.shape[1])
-    return float(batch_time(batch_plan, lengths, TOPOLOGY, cost, **options, row_length=width).total)
+    return float(batch_time(batch_plan, lengths, TOPOLOGY, cost, **options, sequence_length=width).total)
 
 
 def ways_to_stay(batch_plan, previous_home):

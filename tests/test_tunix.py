@@ -172,7 +172,7 @@ def test_balanced_qwen3_rejects_data_axes():
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     live = balancer_of(topology=topology, mesh=expert_mesh(topology, data=2)).live
     with pytest.raises(
-        ValueError, match=r"mesh \{'data': 2, 'node': 1, 'local': 4\}: Tunix distributes rows over one"
+        ValueError, match=r"mesh \{'data': 2, 'node': 1, 'local': 4\}: Tunix distributes sequences over one"
     ):
         BalancedQwen3(tunix_model(), live)
 
@@ -235,7 +235,7 @@ def cluster():
         (
             {"training": {"max_seq_token_per_tpu": 64}},
             {},
-            "max_seq_token_per_tpu=64 must be None: with it, Tunix packs the rows again",
+            "max_seq_token_per_tpu=64 must be None: with it, Tunix packs the sequences again",
         ),
         (
             {"training": {"data_sharding_axis": ("fsdp",)}},

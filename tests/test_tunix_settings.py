@@ -11,7 +11,7 @@ from flax import nnx
 
 from relibra_jax import RoutingReplay, Topology, relibra
 from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable
-from relibra_jax.integrations.tunix.routes import replay_of_rows
+from relibra_jax.integrations.tunix.routes import replay_of_sequences
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, ranks_first
 from relibra_jax.integrations.tunix.settings import BatchSizes, batch_sizes, check_samples, check_sizes
 from relibra_jax.nnx import GATINGS, Balancer, ExpertParallel, MoELayer, expert_mesh
@@ -115,24 +115,24 @@ def recorded():
     return routes, mask
 
 
-def test_replay_of_rows_has_the_routes_of_real_tokens():
+def test_replay_of_sequences_has_the_routes_of_real_tokens():
     routes, mask = recorded()
-    replay = replay_of_rows(routes, mask, num_experts=16)
+    replay = replay_of_sequences(routes, mask, num_experts=16)
     np.testing.assert_array_equal(replay.expert_ids[mask], routes[mask])
     np.testing.assert_array_equal(replay.mask, mask)
 
 
-def test_replay_of_rows_names_a_token_without_a_route():
+def test_replay_of_sequences_names_a_token_without_a_route():
     routes, mask = recorded()
     routes[1, 5, 2] = -1
     with pytest.raises(ValueError, match="sample 1, token 5, layer 2: no route"):
-        replay_of_rows(routes, mask, num_experts=16)
+        replay_of_sequences(routes, mask, num_experts=16)
 
 
-def test_replay_of_rows_rejects_another_batch():
+def test_replay_of_sequences_rejects_another_batch():
     routes, mask = recorded()
     with pytest.raises(ValueError, match="recorded 2 samples of 8 tokens, but the learner trains on 1 of 8"):
-        replay_of_rows(routes, mask[:1], num_experts=16)
+        replay_of_sequences(routes, mask[:1], num_experts=16)
 
 
 class Layers(nnx.Module):
@@ -170,7 +170,7 @@ def test_ranks_first_holds_the_prepared_layers(prepared):
             jax.tree.map(np.testing.assert_array_equal, result, layers.layer(index))
 
 
-def test_prepared_rows_are_in_tunix_order(prepared):
+def test_prepared_sequences_are_in_tunix_order(prepared):
     batch, *_ = prepared
     np.testing.assert_array_equal(np.asarray(batch.to_ranks(np.arange(32))).ravel(), np.arange(32))
 

@@ -76,17 +76,17 @@ def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
 
 
 @nnx.jit
-def train_step(model, optimizer, batch, rows):
+def train_step(model, optimizer, batch, sequences):
     """Accumulate gradients over the micro-batches of a prepared batch, then update the model once; return the loss."""
 
-    def objective(model, rows, layers):
-        tokens, replay = rows
+    def objective(model, sequences, layers):
+        tokens, replay = sequences
         logits = model(tokens, replay.expert_ids, layers, batch.parallel)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         loss = losses.sum() / (SAMPLES * (TOKENS - 1))
         return loss, loss
 
-    gradients, losses = accumulate_gradients(model, objective, batch, rows)
+    gradients, losses = accumulate_gradients(model, objective, batch, sequences)
     optimizer.update(model, gradients)
     return losses.sum()
 

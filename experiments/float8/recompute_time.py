@@ -111,7 +111,7 @@ def price_recompute(
     for batch in batches:
         visits, lengths = count_visits(batch, topology, price), batch.lengths
         time = batch_time(
-            batch.batch_plan, lengths, topology, price, visits=visits, row_length=batch.row_length
+            batch.batch_plan, lengths, topology, price, visits=visits, sequence_length=batch.sequence_length
         )
         share, compute = 0.0, float(time.compute)
         if rule is not None:

@@ -108,8 +108,8 @@ class Train:
     """The sampling temperature, which divides the logits."""
     top_p: float = 1.0
     """Sample only from the fewest most likely tokens whose probabilities reach this sum."""
-    pack_rows: bool = False
-    """Whether updates and planned recomputes put several samples into one row, one after the other."""
+    pack_sequences: bool = False
+    """Whether updates and planned recomputes put several samples into one sequence, one after the other."""
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
     watch_every: int = 16

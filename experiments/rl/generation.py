@@ -69,7 +69,7 @@ class _State(NamedTuple):
     lengths: Int[jax.Array, " B"]
     """The number of tokens in each response so far."""
     ended: Bool[jax.Array, " B"]
-    """True for responses that an end token has ended. Rows without a prompt stay False."""
+    """True for responses that an end token has ended. Sequences without a prompt stay False."""
     step: Int[jax.Array, ""]
     """The number of decoding steps so far."""
 
@@ -108,7 +108,7 @@ def generate(
     Args:
         policy: the policy, on the mesh of ``parallel``.
         prompts: the prompts, aligned to the left. Tokens after a prompt are not read. B must divide over the ranks.
-        lengths: the number of tokens in each prompt, 0 for rows without a sample.
+        lengths: the number of tokens in each prompt, 0 for sequences without a sample.
         keys: a typed random key for each sample, for example ``jax.random.fold_in(key, sample)``.
         parallel: the mesh and options of live routing, `relibra_jax.nnx.Balancer.live`.
         max_new_tokens: the maximum number of tokens in a response, its end included.
@@ -304,7 +304,7 @@ def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
 
 @functools.partial(jax.jit, static_argnames="parallel")
 def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
-    """Join every prompt and its response into one row, without a gap between them."""
+    """Join every prompt and its response into one sequence, without a gap between them."""
     longest, max_new_tokens = prompt.tokens.shape[1], state.tokens.shape[1]
     position, lengths = jnp.arange(longest + max_new_tokens)[None], prompt.lengths[:, None]
     mask = position < lengths + state.lengths[:, None]

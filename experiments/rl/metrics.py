@@ -150,7 +150,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "tokens",
             "tokens that the model ran on: in rollouts, in the recompute, and in the updates of all epochs",
         ),
-        "batch/fill": Metric("share", "share of the positions in the updates' rows that hold tokens"),
+        "batch/fill": Metric("share", "share of the positions in the updates' sequences that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),
         "time/generate_seconds": Metric("s", "generation"),
         "time/count_seconds": Metric(

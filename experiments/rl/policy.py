@@ -23,7 +23,7 @@ from experiments.rl.tokens import VOCABULARY
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.models import LanguageModel, ModelConfig
-from relibra_jax.nnx import RowPacking
+from relibra_jax.nnx import SequencePacking
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 
 TINY: Final = ModelConfig(
@@ -108,7 +108,7 @@ def token_log_probs(
     tokens: Int[Array, "B T"],
     *,
     temperature: float = 1.0,
-    packing: RowPacking | None = None,
+    packing: SequencePacking | None = None,
 ) -> Float[jax.Array, "B T"]:
     """Compute the log-probability of every token given the tokens before it.
 
@@ -116,7 +116,7 @@ def token_log_probs(
         logits: the logits of `relibra_jax.models.ModelOutput`.
         tokens: the tokens that the model ran on.
         temperature: the temperature, which divides the logits, above 0.
-        packing: the samples of each row, if rows hold several samples. None for one sample in each row.
+        packing: the samples of each sequence, if sequences hold several. None for one sample in each sequence.
 
     Returns:
         The log-probabilities, float32. Entry t belongs to token t and comes from the logits of token t - 1. It is 0 for
@@ -141,7 +141,7 @@ def token_values(
 
     Returns:
         The values, float32. Entry t belongs to token t and comes from the hidden vector of token t - 1. It is 0 for the
-        first token of a row. In rows of several samples, the entry of a sample's first token is meaningless.
+        first token of a sequence. In packed sequences, the entry of a sample's first token is meaningless.
     """
     before = hidden[:, :-1]
     if used is None:

@@ -63,10 +63,10 @@ class Prompts:
 
     def encode(self, examples: list[Example]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
         """Encode the prompts of examples; return their tokens, aligned to the left, and their lengths."""
-        rows = [self.tokenizer.encode_prompt(example.prompt) for example in examples]
-        tokens = self.tokenizer.pad_rows(rows, self.config.prompt_tokens)
+        prompts = [self.tokenizer.encode_prompt(example.prompt) for example in examples]
+        tokens = self.tokenizer.pad_sequences(prompts, self.config.prompt_tokens)
         check_same(tokens, "prompts")
-        return tokens, np.array([len(row) for row in rows], np.int32)
+        return tokens, np.array([len(prompt) for prompt in prompts], np.int32)
 
     def _lengths(self, example: Example) -> tuple[int, int]:
         """Count the tokens of an example's prompt and answer."""

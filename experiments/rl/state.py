@@ -68,7 +68,7 @@ class State:
             key=planning,
             cost=price_of(config.price, config.model_config, mesh, recompute=config.routing == "rollout"),
             assign=config.assign,
-            rows="packed" if config.pack_rows else "padded",
+            sequences="packed" if config.pack_sequences else "padded",
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
         self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}

@@ -25,7 +25,7 @@ from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput
-from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
+from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 
 
@@ -61,8 +61,9 @@ class TrainingBatch(NamedTuple):
     """The log-probabilities before the updates, from `recompute`. None in supervised learning."""
     critic: CriticTargets | None = None
     """The training targets of the critic. None without a critic, and in supervised learning."""
-    packing: RowPacking | None = None
-    """The samples in each row, if rows hold several (`PreparedBatch.packing`); ``B`` is then the number of rows."""
+    packing: SequencePacking | None = None
+    """The samples in each sequence, if sequences hold several (`PreparedBatch.packing`); ``B`` is then the number of
+    sequences."""
 
 
 class RecomputeOutput(NamedTuple):

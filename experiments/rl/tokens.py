@@ -71,27 +71,27 @@ class Tokenizer:
         """
         return self.decode_text(list(itertools.takewhile(lambda token: token not in self.ends, tokens)))
 
-    def pad_rows(self, rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
-        """Put rows of tokens into one array, aligned to the left.
+    def pad_sequences(self, sequences: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
+        """Put sequences of tokens into one array, aligned to the left.
 
         Args:
-            rows: the tokens of each row.
-            length: T, the length of the padded rows.
+            sequences: the tokens of each sequence.
+            length: T, the length of the padded sequences.
 
         Returns:
-            The padded rows, int32.
+            The padded sequences, int32.
 
         Raises:
-            ValueError: if a row is longer than ``length``. The message names the first such row.
+            ValueError: if a sequence is longer than ``length``. The message names the first such sequence.
 
-        >>> BYTES.pad_rows([[1, 2], []], 3).tolist()
+        >>> BYTES.pad_sequences([[1, 2], []], 3).tolist()
         [[1, 2, 256], [256, 256, 256]]
         """
-        padded = np.full((len(rows), length), self.pad, np.int32)
-        for number, row in enumerate(rows):
-            if len(row) > length:
-                raise ValueError(f"row {number} has {len(row)} tokens and must have at most {length}")
-            padded[number, : len(row)] = row
+        padded = np.full((len(sequences), length), self.pad, np.int32)
+        for number, tokens in enumerate(sequences):
+            if len(tokens) > length:
+                raise ValueError(f"sequence {number} has {len(tokens)} tokens and must have at most {length}")
+            padded[number, : len(tokens)] = tokens
         return padded
 
 

@@ -116,7 +116,7 @@ class Trainer:
         prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
         answers = [tokenizer.encode_answer(example.answer) for example in examples]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        tokens = tokenizer.pad_rows(texts, config.prompt_tokens + config.response_tokens)
+        tokens = tokenizer.pad_sequences(texts, config.prompt_tokens + config.response_tokens)
         check_same(tokens, "supervised samples")
         position = np.arange(tokens.shape[1])[None]
         mask = position < np.array([len(text) for text in texts])[:, None]

@@ -175,8 +175,8 @@ def _priced(costs: Costs, run: CostModel) -> str:
     exchange = f"{run.between} exchange" + f" between nodes, {run.inside} inside" * (
         run.path == "hierarchical"
     )
-    rows = f"{run.rows} rows of {costs.tokens_per_rank:g} tokens per rank"
-    return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {rows}"
+    sequences = f"{run.sequences} sequences of {costs.tokens_per_rank:g} tokens per rank"
+    return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {sequences}"
 
 
 def _settings(options: Compare, trace: Trace) -> dict[str, object]:

@@ -16,6 +16,8 @@ resident         a copy of an expert in a *resident slot*, which stays there for
 batch            the work between two placements; it has one or several optimizer updates
 update           one optimizer step of a batch
 micro-batch      one forward and one backward pass of an update
+sequence         one line of a micro-batch ``[sequences, T]``: a *packed* sequence holds several samples one after
+                 another, a *padded* one holds one sample
 routing replay   the recorded expert ids of every token in every layer
 token copy       one token for one of its K experts: a token has K copies in every layer
 load             the number of token copies, an integer
@@ -239,7 +241,8 @@ class Price:
     """
 
     token: Float[Array, ""] | float
-    """Everything outside the routed experts, except attention to other tokens, for one position of a rank's rows."""
+    """Everything outside the routed experts, except attention to other tokens, for one position of a rank's
+    sequences."""
     copy: Float[Array, ""] | float
     """The matrix products of an expert for one token copy, on the rank that computes it."""
     crossing: Float[Array, ""] | float
@@ -263,7 +266,7 @@ class Price:
     gather: Float[Array, ""] | float = 0.0
     """One row of a buffer of an exchange, written once and read once."""
     head: Float[Array, ""] | float = 0.0
-    """The output head, for one position of a rank's rows and one layer's share of it."""
+    """The output head, for one position of a rank's sequences and one layer's share of it."""
     update: Float[Array, ""] | float = 0.0
     """The sum of dense gradients over ranks and the optimizer step, for one layer, in all updates of the batch."""
     tile: Float[Array, ""] | float = 0.0
@@ -279,8 +282,8 @@ class Price:
     """The exchange inside nodes under hierarchical dispatch."""
     fetches: str = field(default="ragged", metadata={"static": True})
     """The exchange of replicas."""
-    rows: str = field(default="packed", metadata={"static": True})
-    """``packed`` if a row holds several samples, one after another. ``padded`` if every sample has a row of its own."""
+    sequences: str = field(default="packed", metadata={"static": True})
+    """``packed`` if sequences hold several samples one after another, ``padded`` if they hold one sample each."""
     shared_link: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
     data_parallel: int = field(default=1, metadata={"static": True})

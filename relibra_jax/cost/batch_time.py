@@ -79,7 +79,7 @@ def batch_time(
     *,
     visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
-    row_length: Float[Array, ""] | float | None = None,
+    sequence_length: Float[Array, ""] | float | None = None,
 ) -> BatchTime:
     """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
 
@@ -93,7 +93,8 @@ def batch_time(
         visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
             to a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
-        row_length: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
+        sequence_length: T, the number of positions of a padded sequence, as in
+            `relibra_jax.cost.step_time.attention_time`.
 
     Raises:
         ValueError: if shapes do not fit the topology or each other, ``visits`` does not fit the path, or M does not
@@ -105,7 +106,9 @@ def batch_time(
     check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
     if previous_home is not None:
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
-    attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_length=row_length)
+    attention, positions = attention_time(
+        batch_plan.assignment, lengths, cost, sequence_length=sequence_length
+    )
     ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits)
     push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
@@ -116,7 +119,7 @@ def batch_time(
     return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, jnp.asarray(rest))
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "rows"))
+@functools.partial(jax.jit, static_argnames=("topology", "sequences"))
 def balanced_time(
     load: Int[Array, "M L N G E"],
     lengths: Int[Array, " B"],
@@ -124,13 +127,13 @@ def balanced_time(
     cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
-    row_length: Float[Array, ""] | float | None = None,
-    rows: int | None = None,
+    sequence_length: Float[Array, ""] | float | None = None,
+    sequences: int | None = None,
 ) -> BatchTime:
     """Model the time of a balanced run, which no real plan has: all ranks have equally much of everything.
 
     All lanes of the exchange are even, so nothing is padded, but hops run one after the other as in `batch_time`. There
-    are no replicas, no residents and no reorder. Padded rows are as long as in `batch_time`.
+    are no replicas, no residents and no reorder. Padded sequences are as long as in `batch_time`.
 
     Args:
         load: token copies. Only the sum of each layer and micro-batch is used.
@@ -139,11 +142,11 @@ def balanced_time(
         cost: the price.
         visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
             evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
-        row_length: T, the number of positions of a padded row, as in `batch_time`.
-        rows: b, the rows of a rank in a micro-batch, if rows are padded.
+        sequence_length: T, the number of positions of a padded sequence, as in `batch_time`.
+        sequences: b, the number of sequences of a rank in a micro-batch, if sequences are padded.
 
     Raises:
-        ValueError: if M does not divide over the copies, or rows are padded and ``rows`` is None.
+        ValueError: if M does not divide over the copies, or sequences are padded and ``sequences`` is None.
     """
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     lengths = jnp.asarray(lengths, jnp.float32)
@@ -151,11 +154,11 @@ def balanced_time(
     top_k = copies[:, 0].sum() * ranks / jnp.maximum(lengths.sum(), 1)
     micro_batches, layers = copies.shape
     bins = micro_batches * ranks
-    if cost.rows == "padded":
-        if rows is None:
-            raise ValueError("rows must be given if rows are padded")
-        row = jnp.float32(lengths.max() if row_length is None else row_length)
-        positions, squares = rows * row, rows * row**2
+    if cost.sequences == "padded":
+        if sequences is None:
+            raise ValueError("sequences must be given if sequences are padded")
+        length = jnp.float32(lengths.max() if sequence_length is None else sequence_length)
+        positions, squares = sequences * length, sequences * length**2
     else:
         positions, squares = lengths.sum() / bins, (lengths**2).sum() / bins
     tokens = copies / top_k

@@ -28,8 +28,8 @@ RESIDENT_BYTES: Final = WEIGHT_BYTES + ACCUMULATOR_BYTES
 """Bytes that one parameter of a resident transfers in one update: its weight and its gradient."""
 OPTIMIZER_BYTES: Final = 2 * STATE_BYTES + ACCUMULATOR_BYTES + WEIGHT_BYTES
 """Bytes of memory that one step of Adam reads and writes for a parameter: state both ways, gradient, weight."""
-ROWS: Final = ("packed", "padded")
-"""The layouts of samples in rows: several samples in a row, or every sample in a row of its own."""
+SEQUENCES: Final = ("packed", "padded")
+"""The layouts of samples in sequences: several samples in a sequence, or every sample in one of its own."""
 
 
 class Passes(NamedTuple):
@@ -95,9 +95,10 @@ class CostModel:
     """The exchange of replicas, likewise."""
     spare_room: bool = True
     """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
-    rows: str = AUTO
-    """``packed`` if rows hold several samples, as with ``Balancer(rows="packed")``. ``padded`` if every sample has a
-    row of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs padded rows."""
+    sequences: str = AUTO
+    """``packed`` if sequences hold several samples, as with ``Balancer(sequences="packed")``. ``padded`` if every
+    sample has a sequence of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs
+    padded sequences."""
     updates: int = 1
     """The number of optimizer updates in a batch, among which its micro-batches are divided."""
     recompute: bool = False
@@ -109,7 +110,7 @@ class CostModel:
     scale: float = 1.0
     """The number of tokens that each token stands for, which scales a small trace to the size of a real micro-batch."""
     stretch: float = 1.0
-    """The factor by which sequences are longer than in the replay, for the cost of attention."""
+    """The factor by which samples are longer than in the replay, for the cost of attention."""
 
     def __post_init__(self) -> None:
         for name in ("scale", "stretch"):
@@ -124,7 +125,7 @@ class CostModel:
             ("between", kinds),
             ("inside", kinds),
             ("fetch", kinds),
-            ("rows", (AUTO, *ROWS)),
+            ("sequences", (AUTO, *SEQUENCES)),
         ):
             if getattr(self, name) not in names:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
@@ -149,7 +150,7 @@ class CostModel:
         in_node = choose_exchange(local, crosses_nodes=False, on_gpu=True)
         ranks = topology.num_ranks if path == "flat" else nodes
         across = choose_exchange(ranks, crosses_nodes=nodes > 1, on_gpu=True)
-        kinds = {"path": path, "between": across, "inside": in_node, "fetch": in_node, "rows": "packed"}
+        kinds = {"path": path, "between": across, "inside": in_node, "fetch": in_node, "sequences": "packed"}
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
         return dataclasses.replace(self, **chosen)
 
@@ -208,7 +209,7 @@ class CostModel:
             between=run.between,
             inside=run.inside,
             fetches=run.fetch,
-            rows=run.rows,
+            sequences=run.sequences,
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,

@@ -2,8 +2,8 @@
 
 One layer of one micro-batch, where every phase waits for its slowest rank, because a collective ends it:
 
-    attention  positions x ``token``, and ``pair`` x the squared length of every sample of the rank. Compiled rows have
-               one shape, so every rank has as many positions as the fullest of any micro-batch. Rows that are padded
+    attention  positions x ``token``, and ``pair`` x the squared length of every sample of the rank. Compiled sequences
+               have one shape, so every rank has as many positions as the fullest of any micro-batch. Padded sequences
                cost as if every sample were as long as they are
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
@@ -35,7 +35,7 @@ class RankTime(NamedTuple):
     """The modelled seconds of every rank in each layer and micro-batch, in all passes that the price includes."""
 
     attention: Float[Array, "M L N G"]
-    """Attention, projections and shared experts, for the rank's own rows."""
+    """Attention, projections and shared experts, for the rank's own sequences."""
     compute: Float[Array, "M L N G"]
     """The experts in the rank's slots."""
     between: Float[Array, "M L N G"]
@@ -71,15 +71,15 @@ class LayerTime(NamedTuple):
 def sample_attention(lengths: Float[Array, "*samples"], cost: Price) -> Float[jax.Array, "*samples"]:
     """Return the seconds of each sample in one layer that depend on where the sample is assigned.
 
-    They are those of attention between its tokens. All positions of rows are computed whether or not they hold tokens,
-    so the rest of the layer takes equally long for every assignment that fits the rows, and so does attention in rows
-    that are padded.
+    They are those of attention between its tokens. All positions of sequences are computed whether or not they hold
+    tokens, so the rest of the layer takes equally long for every assignment that fits the sequences, and so does
+    attention in padded sequences.
 
     Args:
         lengths: the number of tokens of each sample.
         cost: the price.
     """
-    return jnp.float32(cost.pair if cost.rows == "packed" else 0.0) * lengths**2
+    return jnp.float32(cost.pair if cost.sequences == "packed" else 0.0) * lengths**2
 
 
 def attention_time(
@@ -87,7 +87,7 @@ def attention_time(
     lengths: Int[Array, " B"],
     cost: Price,
     *,
-    row_length: Float[Array, ""] | float | None = None,
+    sequence_length: Float[Array, ""] | float | None = None,
 ) -> tuple[Float[jax.Array, "M N G"], Float[jax.Array, ""]]:
     """Model the seconds of every rank in attention, projections and shared experts of one layer.
 
@@ -95,7 +95,7 @@ def attention_time(
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
         cost: the price.
-        row_length: T, the number of positions of a row that holds one sample; None for the longest sample. Packed rows
+        sequence_length: T, the number of positions of a padded sequence; None for the longest sample. Packed sequences
             do not read it.
 
     Returns:
@@ -103,10 +103,10 @@ def attention_time(
     """
     sample = jnp.asarray(assignment.sample)
     lengths = jnp.asarray(lengths, jnp.float32)
-    if cost.rows == "padded":
-        row = jnp.float32(lengths.max() if row_length is None else row_length)
-        seconds = sample.shape[-1] * (cost.token * row + cost.pair * row**2)
-        return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * row
+    if cost.sequences == "padded":
+        length = jnp.float32(lengths.max() if sequence_length is None else sequence_length)
+        seconds = sample.shape[-1] * (cost.token * length + cost.pair * length**2)
+        return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * length
     own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])
     positions = own.sum(-1).max()
     return jnp.asarray(cost.token * positions + sample_attention(own, cost).sum(-1)), positions

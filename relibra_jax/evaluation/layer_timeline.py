@@ -57,7 +57,7 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
     batch, visits = outcome.batches[-1], outcome.visits[-1]
     layer_plans = batch.batch_plan.layer_plans()
     attention, _ = attention_time(
-        batch.batch_plan.assignment, batch.lengths, cost, row_length=batch.row_length
+        batch.batch_plan.assignment, batch.lengths, cost, sequence_length=batch.sequence_length
     )
     times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
     rows = _count_sent(layer_plans, topology, cost, visits=visits)

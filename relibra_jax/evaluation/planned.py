@@ -44,8 +44,8 @@ class PlannedBatch(NamedTuple):
         return jnp.asarray(self.replay.mask).sum(1, dtype=jnp.int32)
 
     @property
-    def row_length(self) -> float:
-        """The number of positions of a row that holds one sample."""
+    def sequence_length(self) -> float:
+        """The number of positions of a padded sequence."""
         return float(self.replay.mask.shape[1])
 
 

@@ -77,7 +77,7 @@ def time_of_batch(
         cost,
         visits=visits,
         previous_home=batch.previous_home,
-        row_length=batch.row_length,
+        sequence_length=batch.sequence_length,
     )
 
 
@@ -99,8 +99,8 @@ def time_of_balanced(
         topology,
         cost,
         visits=_contiguous_visits(batch, topology, cost) if local else None,
-        row_length=batch.row_length,
-        rows=batch.batch_plan.assignment.sample.shape[-1],
+        sequence_length=batch.sequence_length,
+        sequences=batch.batch_plan.assignment.sample.shape[-1],
     )
 
 

@@ -83,9 +83,9 @@ def make_setting(
 
 
 def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topology) -> CostModel:
-    """Return the cost model that scales micro-batches to ``costs.tokens_per_rank``, and sequences to ``costs.context``.
+    """Return the cost model that scales micro-batches to ``costs.tokens_per_rank``, and samples to ``costs.context``.
 
-    Attention is priced as if sequences were longer than in the trace, so that their mean length is ``costs.context``.
+    Attention is priced as if samples were longer than in the trace, so that their mean length is ``costs.context``.
     """
     published = look_up("model=", costs.model, MODELS)
     cluster = look_up("cluster=", costs.cluster, CLUSTERS)
@@ -103,7 +103,7 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
         path=costs.dispatch,
         between=costs.exchange,
         inside=costs.exchange,
-        rows=costs.row_layout,
+        sequences=costs.sequence_layout,
         updates=costs.updates,
         recompute=costs.recompute,
         shards=costs.shards,

@@ -83,7 +83,7 @@ class Costs:
     model: str = "gpt-oss-20b"
     """The model whose sizes are modelled: gpt-oss-20b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 and others."""
     context: float = 4096.0
-    """The mean length of a sequence, in tokens, for the cost of attention."""
+    """The mean length of a sample, in tokens, for the cost of attention."""
     tokens_per_rank: float = 16384.0
     """The mean number of tokens that a rank has in a micro-batch. The trace is scaled to it."""
     dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
@@ -92,8 +92,8 @@ class Costs:
     exchange: Literal["auto", "padded", "ragged"] = "auto"
     """What an exchange sends: lanes that are all as long as the longest (padded), or only needed rows (ragged).
     By default what layers run on GPUs: padded between nodes, ragged inside nodes of at most 8 ranks."""
-    row_layout: Literal["packed", "padded"] = "packed"
-    """How samples lie in rows: several in a row (packed), or each in a row of its own, as long as the longest."""
+    sequence_layout: Literal["packed", "padded"] = "packed"
+    """How samples lie in sequences: several in one (packed), or each in one of its own, as long as the longest."""
     updates: int = 1
     """The number of optimizer updates in a batch, which share its micro-batches. Each one pushes the residents."""
     recompute: bool = False

@@ -1,7 +1,7 @@
 """The settings with which layers execute plans: all that a compiled step depends on besides shapes, and its shardings.
 
 Tokens are sharded over all ranks along their first axis, so the caller's model does not need to know the mesh: ``x`` is
-``[B, ..., D]``, and every rank of every group holds ``B / ranks`` rows of it, in flat order.
+``[B, ..., D]``, and every rank of every group holds ``B / ranks`` sequences of it, in flat order.
 """
 
 import functools
@@ -70,9 +70,9 @@ class ExpertParallel:
     check_rows: bool = False
     """Whether every token copy carries its expert's number, so that a layer counts the rows that reach the slot of
     their expert. If a count differs from the plan's quota, the output is NaN. It costs a small exchange per layer."""
-    num_rows: int | None = None
-    """The number of rows of a micro-batch on all ranks together, if it is fixed beforehand. A layer then rejects any
-    other number."""
+    num_sequences: int | None = None
+    """The number of sequences of a micro-batch on all ranks together, if it is fixed beforehand. A layer then rejects
+    any other number."""
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.topology)
@@ -211,20 +211,20 @@ def _print_once(line: str) -> None:
 
 
 def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
-    """Raise unless the number of rows of ``array`` divides evenly over the ranks and fits the prepared batch.
+    """Raise unless the number of sequences in ``array`` divides evenly over the ranks and fits the prepared batch.
 
     Args:
         name: the name of the array in the error.
-        array: an array with one row for each sample of a micro-batch.
+        array: an array ``[B, ...]`` over the sequences of a micro-batch.
         parallel: the execution settings.
 
     Raises:
-        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.num_rows``.
+        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.num_sequences``.
     """
-    if parallel.num_rows is not None and (array.ndim < 1 or array.shape[0] % parallel.num_rows):
+    if parallel.num_sequences is not None and (array.ndim < 1 or array.shape[0] % parallel.num_sequences):
         raise ValueError(
-            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.num_rows} rows per"
-            " micro-batch: pass one whole micro-batch of PreparedBatch.to_ranks"
+            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.num_sequences}"
+            " sequences per micro-batch: pass one whole micro-batch of PreparedBatch.to_ranks"
         )
     if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
         ranks = " x ".join(map(str, (*parallel.data_shape, *parallel.ranks)))

@@ -73,8 +73,8 @@ class Attention(nnx.Module):
         Args:
             x: the hidden states of the tokens.
             positions: the position of each token in its sample.
-            segments: the sample of each token, for rows that hold several samples one after another. None if every row
-                holds one sample. Not used with a cache.
+            segments: the sample of each token, for sequences that hold several samples one after another. None if every
+                sequence holds one sample. Not used with a cache.
             cache: this layer's part of a cache that holds the earlier tokens and has columns for the new ones. None for
                 whole sequences.
             parallel: the device mesh, whose platform decides between cuDNN and XLA.

@@ -23,7 +23,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
-from relibra_jax.nnx import RowPacking
+from relibra_jax.nnx import SequencePacking
 
 
 class ModelOutput(NamedTuple):
@@ -82,7 +82,7 @@ class LanguageModel(nnx.Module):
         layers: PreparedLayer | LayerPlan | None = None,
         *,
         parallel: ExpertParallel,
-        packing: RowPacking | None = None,
+        packing: SequencePacking | None = None,
     ) -> ModelOutput:
         """Run whole sequences with recorded or live routing.
 
@@ -95,8 +95,8 @@ class LanguageModel(nnx.Module):
                 because they were made for another one. None uses the home slots alone.
             parallel: the mesh, topology, buffer sizes and kinds of exchange; `relibra_jax.nnx.Balancer.live` has those
                 for live routing.
-            packing: the sample and position of each token, for rows that hold several samples. None for one sample
-                per row.
+            packing: the sample and position of each token, for sequences that hold several samples. None for one
+                sample per sequence.
 
         Returns:
             The outputs. They are NaN under the conditions that `MoELayer` documents.

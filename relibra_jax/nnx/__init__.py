@@ -17,7 +17,7 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
-from relibra_jax.nnx.batch_rows import RowPacking
+from relibra_jax.nnx.batch_sequences import SequencePacking
 from relibra_jax.nnx.checks import check_executed
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
@@ -38,7 +38,7 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "PreparedBatch",
-    "RowPacking",
+    "SequencePacking",
     "accumulate_gradients",
     "check_executed",
     "expert_labels",

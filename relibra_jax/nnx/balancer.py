@@ -23,7 +23,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
-from relibra_jax.cost.cost_model import ROWS, CostModel
+from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
@@ -35,7 +35,7 @@ from relibra_jax.nnx.balancer_state import (
     saved_leaf,
     stage_shape,
 )
-from relibra_jax.nnx.batch_rows import batch_rows
+from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model_homes, check_replay_layers
 from relibra_jax.nnx.derived_cost import check_cost, derive_cost, resolve_cost, stage_prices
 from relibra_jax.nnx.homes import reorder_experts
@@ -47,7 +47,7 @@ from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samp
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.rounds import shift_samples
-from relibra_jax.routing.row_packing import lay_out_rows
+from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 
 
@@ -85,15 +85,15 @@ class Balancer:
             several updates. ``"balance"`` plans for balance instead of time, for ablations.
         assign: the function that assigns samples to micro-batches and ranks. Pass the same object for every balancer
             of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
-            order, or packed by length in packed rows.
-        rows: ``padded`` gives every sample a row of its own. ``packed`` puts several samples in a row, one after
-            another. Padding is then at most 5% of the positions where the sample lengths allow it
-            (`relibra_jax.routing.row_packing`). With packed rows, samples must be aligned to the left, and the model
-            needs `PreparedBatch.packing`.
+            order, or packed by length in packed sequences.
+        sequences: ``padded`` gives every sample a sequence of its own. ``packed`` puts several samples in a sequence,
+            one after another. Padding is then at most 5% of the positions where the sample lengths allow it
+            (`relibra_jax.routing.sequence_packing`). With packed sequences, samples must be aligned to the left, and
+            the model needs `PreparedBatch.packing`.
 
     Raises:
-        ValueError: if a number is below 1, a name is unknown, or ``cost`` is fixed to a path, exchange, layout of rows
-            or number of groups that does not run.
+        ValueError: if a number is below 1, a name is unknown, or ``cost`` is fixed to a path, exchange, layout of
+            sequences or number of groups that does not run.
 
     >>> import optax
     >>> from relibra_jax import Topology, relibra
@@ -119,28 +119,30 @@ class Balancer:
         key: PRNGKeyArray,
         cost: CostModel | Literal["balance"] | None = None,
         assign: Assign | None = assign_samples,
-        rows: str = "padded",
+        sequences: str = "padded",
     ):
         if num_micro_batches < 1 or num_layers < 1:
             raise ValueError(
                 f"num_micro_batches={num_micro_batches} and num_layers={num_layers} must be at least 1"
             )
-        if rows not in ROWS:
-            raise ValueError(f"rows={rows!r} must be one of {', '.join(ROWS)}")
+        if sequences not in SEQUENCES:
+            raise ValueError(f"sequences={sequences!r} must be one of {', '.join(SEQUENCES)}")
         if not (cost is None or cost == "balance" or isinstance(cost, CostModel)):
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
-        self.planner, self.parallel, self.assign, self.rows = planner, parallel, assign, rows
+        self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(parallel.topology, num_layers, key=planner_key)
         self._home = np.asarray(contiguous_homes(parallel.topology, num_layers))
         self._capacities: dict[str, Capacities] = {}
-        self._row_shapes: dict[str, tuple[int, int]] = {}
+        self._sequence_shapes: dict[str, tuple[int, int]] = {}
         self._batch_number = 0
         self._steps_before: int | None = None
         self._warm_start: Placement | None = None
         self._for_balance = cost == "balance"
-        self._cost = resolve_cost(cost, parallel, rows=rows) if isinstance(cost, CostModel) else None
+        self._cost = (
+            resolve_cost(cost, parallel, sequences=sequences) if isinstance(cost, CostModel) else None
+        )
 
     @property
     def cost(self) -> CostModel | None:
@@ -155,7 +157,7 @@ class Balancer:
     def live(self) -> ExpertParallel:
         """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
         topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
-        return dataclasses.replace(self.parallel, topology=topology, capacities=None, num_rows=None)
+        return dataclasses.replace(self.parallel, topology=topology, capacities=None, num_sequences=None)
 
     @property
     def state(self) -> BalancerState:
@@ -251,7 +253,8 @@ class Balancer:
 
         Returns:
             The prepared batch of each stage. `PreparedBatch.to_ranks` of each takes arrays of the whole batch. Stages
-            with equal numbers of micro-batches and rows have equal buffer sizes, and therefore share compiled steps.
+            with equal numbers of micro-batches and of places for samples have equal buffer sizes, and therefore share
+            compiled steps.
 
         Raises:
             ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, if a stage has
@@ -356,7 +359,7 @@ class Balancer:
             return
         if self._cost is None:
             derived = derive_cost(model, num_layers=self.num_layers, mesh=self.parallel.mesh)
-            self._cost = resolve_cost(derived, self.parallel, rows=self.rows)
+            self._cost = resolve_cost(derived, self.parallel, sequences=self.sequences)
         check_cost(self._cost, model, num_layers=self.num_layers)
 
     def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay) -> None:
@@ -390,7 +393,7 @@ class Balancer:
         )
 
     def _prices(self, num_stages: int, updates: Sequence[int] | None) -> tuple[Price, ...]:
-        return stage_prices(self._cost, self.parallel, num_stages, updates=updates, rows=self.rows)
+        return stage_prices(self._cost, self.parallel, num_stages, updates=updates, sequences=self.sequences)
 
     def _plan_replay(
         self, replay: RoutingReplay, stages: Sequence[Stage], updates: Sequence[int] | None
@@ -399,7 +402,7 @@ class Balancer:
         begin, topology = time.perf_counter(), self.parallel.topology
         replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
         check_replay_layers(replay, num_experts=topology.num_experts, num_layers=self.num_layers)
-        if self.rows == "packed":
+        if self.sequences == "packed":
             check_aligned_left(np.asarray(replay.mask))
         prices = self._prices(len(stages), updates)
         next_key, key = jax.random.split(self._key)
@@ -419,15 +422,15 @@ class Balancer:
         return _Planned(replay, batch, stages, prices, plans, state, next_key, time.perf_counter() - begin)
 
     def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
-        """Prepare one stage: its rows, and its layers on the devices."""
+        """Prepare one stage: its sequences, and its layers on the devices."""
         plan, shape = planned.plans[number], stage_shape(planned.plans[number], self.parallel)
         num_samples, num_tokens = planned.replay.mask.shape
         layout, model_times = None, None
-        if self.rows == "packed":
+        if self.sequences == "packed":
             lengths = planned.replay.mask.sum(1)
-            layout = lay_out_rows(plan.assignment, lengths, shape=self._row_shapes.get(shape))
-            self._row_shapes[shape] = layout.shape
-        rows = batch_rows(
+            layout = lay_out_sequences(plan.assignment, lengths, shape=self._sequence_shapes.get(shape))
+            self._sequence_shapes[shape] = layout.shape
+        sequences = batch_sequences(
             plan.assignment, layout, self.parallel, num_samples=num_samples, num_tokens=num_tokens
         )
         if not self._for_balance:
@@ -442,7 +445,7 @@ class Balancer:
                 moves=number == 0,
             )
         host = HostBatch(
-            rows=rows,
+            sequences=sequences,
             check_current=functools.partial(self._check_current, self._batch_number + 1),
             plan_seconds=planned.seconds,
             size_seconds=sizes.seconds,
@@ -450,10 +453,12 @@ class Balancer:
             model_times=model_times,
         )
         parallel = dataclasses.replace(
-            self.parallel, capacities=sizes.capacities[shape], num_rows=rows.samples.shape[1]
+            self.parallel, capacities=sizes.capacities[shape], num_sequences=sequences.samples.shape[1]
         )
         plan = jax.tree.map(functools.partial(replicate, mesh=parallel.mesh), plan)
-        return PreparedBatch(plan, parallel, prepare_replayed(plan, parallel, rows, planned.replay), host)
+        return PreparedBatch(
+            plan, parallel, prepare_replayed(plan, parallel, sequences, planned.replay), host
+        )
 
     def _live_stages(
         self, stages: Sequence[Stage], num_samples: int | None, capacities: Capacities | None
@@ -470,6 +475,6 @@ class Balancer:
                     len(samples), parallel.topology, num_micro_batches=stage.num_micro_batches
                 )
                 assignment = shift_samples(in_order, samples.start)
-            rows = batch_rows(assignment, None, parallel, num_samples=num_samples)
-            batches.append(PreparedBatch(None, parallel, host=HostBatch(rows)))
+            sequences = batch_sequences(assignment, None, parallel, num_samples=num_samples)
+            batches.append(PreparedBatch(None, parallel, host=HostBatch(sequences)))
         return tuple(batches)

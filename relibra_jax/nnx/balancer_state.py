@@ -1,9 +1,9 @@
 """The state that a balancer keeps from batch to batch: planner state, random key, homes and buffer sizes.
 
 Checkpoints save and restore it as host arrays. Buffer sizes belong to the *shape* of a stage, its number of
-micro-batches and of rows in each. Stages of equal shape run the same compiled step, so they share buffer sizes. Stages
-of different shapes have separate sizes, so that a recompute in large micro-batches does not enlarge the buffers of an
-update.
+micro-batches and of places for samples in each. Stages of equal shape run the same compiled step, so they share buffer
+sizes. Stages of different shapes have separate sizes, so that a recompute in large micro-batches does not enlarge the
+buffers of an update.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class BalancerState(NamedTuple):
     home: Int[np.ndarray, "L E"]
     """Flat home slot of each expert after the last batch."""
     capacities: dict[str, Capacities]
-    """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 rows."""
+    """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 places."""
 
 
 def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
@@ -82,9 +82,9 @@ def restored_leaf(value: Any, like: Any) -> jax.Array:
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
-    """Return the shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 rows.
+    """Return the shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 places for samples.
 
-    Micro-batches are counted in each group, and rows in all groups together.
+    Micro-batches are counted in each group, and places in all groups together.
     """
     micro_batches, *places = stage.assignment.sample.shape
     groups = math.prod(parallel.data_shape)

@@ -10,13 +10,13 @@ from jaxtyping import Bool, Int
 
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import Array, RoutingReplay
-from relibra_jax.nnx.batch_rows import whole_array
+from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
 
 
 def check_finite(model: nnx.Module) -> None:
-    """Raise unless all parameters are finite: steps with a wrong plan or with rows of another batch leave NaN in them.
+    """Raise unless all parameters are finite: steps with a wrong plan or another batch's sequences leave NaN in them.
 
     Args:
         model: any module.
@@ -30,8 +30,8 @@ def check_finite(model: nnx.Module) -> None:
         if not is_finite:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise ValueError(
-                f"parameter {name} is not finite: an earlier step ran with rows of another batch or with a wrong plan,"
-                " or the training diverged; resume from an earlier checkpoint"
+                f"parameter {name} is not finite: an earlier step ran with sequences of another batch or with a wrong"
+                " plan, or the training diverged; resume from an earlier checkpoint"
             )
 
 
@@ -73,8 +73,8 @@ def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
     if gaps.any():
         sample, token = np.argwhere(gaps)[0].tolist()
         raise ValueError(
-            f"sample {sample}: token {token + 1} is real, but token {token} before it is padding; rows='packed'"
-            " needs samples that are aligned to the left"
+            f"sample {sample}: token {token + 1} is real, but token {token} before it is padding;"
+            " sequences='packed' needs samples that are aligned to the left"
         )
 
 

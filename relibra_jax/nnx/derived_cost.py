@@ -111,13 +111,13 @@ def _print_default(kind: str) -> None:
     )
 
 
-def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, rows: str) -> CostModel:
+def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -> CostModel:
     """Fill in what layers run where a cost model says ``auto``.
 
     Args:
         cost: the cost model.
         parallel: the settings with which layers execute plans.
-        rows: ``padded`` or ``packed``.
+        sequences: ``padded`` or ``packed``.
 
     Returns:
         The cost model of what runs.
@@ -131,7 +131,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, rows: str) -> Cos
         "between": _priced(kinds.between),
         "inside": _priced(kinds.inside),
         "fetch": _priced(kinds.fetch),
-        "rows": rows,
+        "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
@@ -172,7 +172,7 @@ def stage_prices(
     num_stages: int,
     *,
     updates: Sequence[int] | None,
-    rows: str,
+    sequences: str,
 ) -> tuple[Price, ...]:
     """Return the price of each stage of a batch.
 
@@ -183,7 +183,7 @@ def stage_prices(
         num_stages: the number of stages.
         updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes. None takes 1 for
             each of several stages, and those of the cost model for a single stage.
-        rows: ``padded`` or ``packed``.
+        sequences: ``padded`` or ``packed``.
 
     Raises:
         ValueError: if ``updates`` does not have an entry for each stage.
@@ -192,7 +192,7 @@ def stage_prices(
         raise ValueError(f"updates has {len(updates)} entries, but there are {num_stages} stages")
     if cost is None:
         groups = math.prod(parallel.data_shape)
-        return (dataclasses.replace(BALANCE, rows=rows, data_parallel=groups),) * num_stages
+        return (dataclasses.replace(BALANCE, sequences=sequences, data_parallel=groups),) * num_stages
     if updates is None:
         updates = (cost.updates,) if num_stages == 1 else (1,) * num_stages
     shared = cost.recompute and 0 not in updates

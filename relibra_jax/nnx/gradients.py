@@ -26,7 +26,8 @@ type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Arra
 """The loss function of one micro-batch, ``objective(model, samples, layers) -> (loss, auxiliary)``.
 
 The loss of the batch is the sum of the losses of its micro-batches. ``auxiliary`` is any tree of additional outputs.
-``samples`` are the micro-batch's rows. ``layers`` are its prepared layers, stacked ``[L]``, or None for live routing.
+``samples`` are the micro-batch's sequences. ``layers`` are its prepared layers, stacked ``[L]``, or None for live
+routing.
 """
 
 
@@ -48,7 +49,7 @@ def accumulate_gradients(
         model: the model. Its parameters (``nnx.Param``) are differentiated.
         objective: the loss function of one micro-batch.
         batch: the prepared batch, from a replay or for live routing.
-        samples: the rows of all micro-batches, as `PreparedBatch.to_ranks` returns them.
+        samples: the sequences of all micro-batches, as `PreparedBatch.to_ranks` returns them.
         micro_batches: the micro-batches of this update, for a batch of several updates. All of them by default.
         residents: the residents of this optimizer step from `prepare_residents`, checked with
             `relibra_jax.execution.check_residents`. None pushes residents in this function.
@@ -95,7 +96,7 @@ def _check_micro_batches(samples: PyTree, layers: PreparedLayer | None) -> None:
         if jnp.shape(leaf)[:1] != (micro_batches,):
             raise ValueError(
                 f"samples{jax.tree_util.keystr(path)}: shape {jnp.shape(leaf)}, but the batch has {micro_batches}"
-                " micro-batches: pass what PreparedBatch.to_ranks returns, [M, rows, ...]"
+                " micro-batches: pass what PreparedBatch.to_ranks returns, [M, sequences, ...]"
             )
 
 

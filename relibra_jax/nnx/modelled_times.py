@@ -83,8 +83,8 @@ def _model_stage(
         batch.lengths,
         topology,
         price,
-        row_length=batch.row_length,
-        rows=start.sample.shape[-1],
+        sequence_length=batch.sequence_length,
+        sequences=start.sample.shape[-1],
     )
     return ModelledTimes(model(batch_plan), model(staying), balanced)
 

@@ -14,15 +14,15 @@ from jaxtyping import Bool, Int, PyTree
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
-from relibra_jax.nnx.batch_rows import BatchRows, RowPacking
+from relibra_jax.nnx.batch_sequences import BatchSequences, SequencePacking
 from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
 
 
 class HostBatch(NamedTuple):
     """The part of a prepared batch that stays on the host."""
 
-    rows: BatchRows
-    """The rows of the ranks in which the samples lie."""
+    sequences: BatchSequences
+    """The sequences of the ranks in which the samples lie."""
     check_current: Callable[[], None] = lambda: None
     """A function that raises ValueError if the balancer has prepared another batch."""
     plan_seconds: float = 0.0
@@ -119,8 +119,8 @@ class PreparedBatch:
     def layers(self) -> PreparedLayer | None:
         """Return the prepared layers of all micro-batches, stacked ``[M, L, *data]``; None for live routing.
 
-        Scan over them together with the rows of `to_ranks`. They do not contain the weights of residents, which change
-        with every update (`relibra_jax.nnx.accumulate_gradients`).
+        Scan over them together with the sequences of `to_ranks`. They do not contain the weights of residents, which
+        change with every update (`relibra_jax.nnx.accumulate_gradients`).
         """
         self.check_current()
         return self._layers
@@ -131,7 +131,7 @@ class PreparedBatch:
         return None if layers is None else layers.layer(index)
 
     def to_ranks(self, samples: PyTree) -> PyTree:
-        """Put the rows of the batch on the ranks that compute them, micro-batch by micro-batch. Runs on the host.
+        """Put the samples of the batch on the ranks that compute them, micro-batch by micro-batch. Runs on the host.
 
         Args:
             samples: any tree of host arrays ``[B, ...]``, such as tokens, masks, weights or the replay itself, with one
@@ -139,51 +139,51 @@ class PreparedBatch:
                 their rows.
 
         Returns:
-            The same tree with arrays ``[M, rows, ...]``, where ``rows`` is sharded over the ranks and unused rows are
-            zero (False). With packed rows all arrays are ``[M, rows, T, ...]``. An array whose second axis is the
-            replay's token axis has its tokens in their packed positions. Any other array has the value of a sample at
-            each of its tokens.
+            The same tree with arrays ``[M, sequences, ...]``, where ``sequences`` is sharded over the ranks and unused
+            sequences are zero (False). With packed sequences all arrays are ``[M, sequences, T, ...]``. An array whose
+            second axis is the replay's token axis has its tokens in their packed positions. Any other array has the
+            value of a sample at each of its tokens.
 
         Raises:
             ValueError: if an array does not have one row for each sample, or the balancer has prepared another batch.
         """
-        return self._rows("to_ranks").to_ranks(samples)
+        return self._sequences("to_ranks").to_ranks(samples)
 
-    def from_ranks(self, rows: PyTree) -> PyTree:
-        """Bring the results of steps back from the ranks' rows into the order of the batch. Runs on the host.
+    def from_ranks(self, sequences: PyTree) -> PyTree:
+        """Bring the results of steps back from the ranks' sequences into the order of the batch. Runs on the host.
 
         If there are several processes, every process must call it, and every process gets all results.
 
         Args:
-            rows: any tree of arrays ``[M, rows, ...]`` with the rows of `to_ranks`, or with packed rows
-                ``[M, rows, T, ...]``.
+            sequences: any tree of arrays ``[M, sequences, ...]`` with the sequences of `to_ranks`, or with packed
+                sequences ``[M, sequences, T, ...]``.
 
         Returns:
-            The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed rows; zeros (False) for samples
-            outside this stage.
+            The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed sequences; zeros (False) for
+            samples outside this stage.
 
         Raises:
-            ValueError: if an array has different numbers of micro-batches and rows, or the balancer has prepared
-                another batch.
+            ValueError: if an array has different numbers of micro-batches and sequences, or the balancer has
+                prepared another batch.
         """
-        return self._rows("from_ranks").from_ranks(rows)
+        return self._sequences("from_ranks").from_ranks(sequences)
 
     @property
-    def packing(self) -> RowPacking | None:
-        """The sample and position of each token in the ranks' packed rows, ``[M, rows, T]``.
+    def packing(self) -> SequencePacking | None:
+        """The sample and position of each token in the ranks' packed sequences, ``[M, sequences, T]``.
 
-        None if rows are not packed. Pass the packing of each micro-batch to the model.
+        None if sequences are not packed. Pass the packing of each micro-batch to the model.
         """
-        return self._rows("packing").packing()
+        return self._sequences("packing").packing()
 
     def check_current(self) -> None:
         """Raise ValueError if the balancer has prepared another batch. Under jit every batch passes."""
         if self.host is not None:
             self.host.check_current()
 
-    def _rows(self, caller: str) -> BatchRows:
+    def _sequences(self, caller: str) -> BatchSequences:
         self.check_current()
-        return self._on_host(caller).rows
+        return self._on_host(caller).sequences
 
     def _on_host(self, caller: str) -> HostBatch:
         if self.host is None:
@@ -209,14 +209,14 @@ jax.tree_util.register_pytree_node(PreparedBatch, _flatten, _unflatten)
 
 
 def prepare_replayed(
-    batch_plan: BatchPlan, parallel: ExpertParallel, rows: BatchRows, replay: RoutingReplay
+    batch_plan: BatchPlan, parallel: ExpertParallel, sequences: BatchSequences, replay: RoutingReplay
 ) -> PreparedLayer:
     """Prepare the layers of a batch that follows recorded routing, on the devices.
 
     Args:
         batch_plan: the plan of the batch, on the mesh.
         parallel: the mesh, topology, buffer sizes and exchanges with which layers execute the plan.
-        rows: the rows of the ranks in which the samples lie.
+        sequences: the sequences of the ranks in which the samples lie.
         replay: the recorded routing, on the host.
 
     Returns:
@@ -226,7 +226,7 @@ def prepare_replayed(
         RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
             buffers.
     """
-    layers, valid = _prepare(*rows.to_ranks(tuple(replay)), batch_plan, parallel)
+    layers, valid = _prepare(*sequences.to_ranks(tuple(replay)), batch_plan, parallel)
     invalid = np.argwhere(~np.asarray(valid)).tolist()
     if invalid:
         micro_batch, layer = invalid[0]

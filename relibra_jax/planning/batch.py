@@ -30,9 +30,9 @@ class Batch(NamedTuple):
     token copies instead of tokens. On one node nothing crosses, so routes make no difference."""
     transitions: Transitions | None = None
     """Transition counts, for planners with ``uses_transitions``."""
-    row_length: Float[Array, ""] | float | None = None
-    """T, the number of token positions of a sample in the replay, to which rows that are not packed are padded. None
-    for the longest sample."""
+    sequence_length: Float[Array, ""] | float | None = None
+    """T, the number of token positions of a sample in the replay, to which sequences that are not packed are padded.
+    None for the longest sample."""
 
 
 def count_batch(
@@ -61,7 +61,7 @@ def count_batch(
         with_routes=with_routes,
         with_transitions=with_transitions,
     )
-    return counts._replace(row_length=float(replay.mask.shape[1]))
+    return counts._replace(sequence_length=float(replay.mask.shape[1]))
 
 
 def count_for_planner(

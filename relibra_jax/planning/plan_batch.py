@@ -226,7 +226,7 @@ def first_assignment(stage: Stage, batch: Batch, price: Price, topology: Topolog
     Args:
         stage: the stage.
         batch: the samples of the batch.
-        price: the price of the stage, which says how rows are laid out.
+        price: the price of the stage, which says how sequences are laid out.
         topology: the expert-parallel group.
 
     Raises:

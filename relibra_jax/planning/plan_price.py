@@ -90,7 +90,7 @@ def estimate_time(
         price,
         visits=_estimate_visits(batch, batch_plan, topology) if price.hierarchical else None,
         previous_home=previous_home,
-        row_length=batch.row_length,
+        sequence_length=batch.sequence_length,
     )
 
 

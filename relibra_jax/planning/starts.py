@@ -19,27 +19,27 @@ MOST_TOKENS: Final = 1.05
 def start_assignment(
     lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, price: Price
 ) -> Assignment:
-    """Assign samples by their lengths alone: as rows are laid out, and so that attention takes the least time.
+    """Assign samples by their lengths alone: as sequences are laid out, and so that attention takes the least time.
 
-    Rows that hold one sample each are all equally long, so the samples stay in their order, with equally many on every
-    rank. Packed rows start from one of two packings (`relibra_jax.planning.sample_packing`), by tokens or by the
-    seconds that a sample spends in attention, whichever takes less time. Packing by attention must not need more than
-    `MOST_TOKENS` times the memory.
+    Padded sequences hold one sample each and are all equally long, so the samples stay in their order, with equally
+    many on every rank. Packed sequences start from one of two packings (`relibra_jax.planning.sample_packing`), by
+    tokens or by the seconds that a sample spends in attention, whichever takes less time. Packing by attention must not
+    need more than `MOST_TOKENS` times the memory.
 
     Args:
         lengths: the number of tokens of each sample. Traced lengths are packed by tokens.
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches.
-        price: the price, which tells how rows are laid out.
+        price: the price, which tells how sequences are laid out.
 
     Returns:
-        The assignment. Its number of positions per rank is a power of two for packed rows, so that batches of similar
-        lengths have equal shapes.
+        The assignment. Its number of positions per rank is a power of two for packed sequences, so that batches of
+        similar lengths have equal shapes.
 
     Raises:
         ValueError: if ``num_micro_batches`` is below 1 or above the number of samples.
     """
-    if price.rows == "padded":
+    if price.sequences == "padded":
         return assign_in_order(len(lengths), topology, num_micro_batches=num_micro_batches)
     by_tokens = pack_samples(lengths, topology, num_micro_batches=num_micro_batches)
     if isinstance(lengths, jax.core.Tracer):

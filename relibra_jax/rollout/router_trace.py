@@ -6,7 +6,7 @@ A record does not say which tokens it holds, so the reader derives it from the s
 successive samples, and their streams must be given in that order. Ranks with different layers are pipeline stages of
 the same samples. Some mistakes in the streams can be detected, and raise: missing or renumbered layers, a rank that
 occurs twice, layers with different passes, a number of tokens that differs from the mask's. The order of samples inside
-a pass cannot be checked: trace with one sequence, or one packed row, per micro-batch. If the router passed a boolean
+a pass cannot be checked: trace with one sample, or one packed sequence, per micro-batch. If the router passed a boolean
 map to the tracer, the ids of a token are in ascending order, because the tracer did not know the order of top-k.
 """
 

@@ -19,7 +19,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.integrations.tunix.model import BalancedQwen3
 from relibra_jax.integrations.tunix.rollout import RecordingRollout
-from relibra_jax.integrations.tunix.routes import replay_of_rows
+from relibra_jax.integrations.tunix.routes import replay_of_sequences
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, ranks_first
 from relibra_jax.integrations.tunix.settings import batch_sizes, check_sizes
 from relibra_jax.nnx import Balancer, PreparedBatch, get_homes
@@ -99,7 +99,7 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
             for example in examples
         ]
         trainer = self.rl_cluster.actor_trainer
-        replay = replay_of_rows(
+        replay = replay_of_sequences(
             routes,
             np.concatenate(masks).astype(bool),
             num_experts=self.balancer.parallel.topology.num_experts,
@@ -187,8 +187,8 @@ def check_cluster(cluster: Any, balancer: Balancer) -> None:
         raise ValueError(f"data_sharding_axis={training.data_sharding_axis} must be {expected}")
     if training.max_seq_token_per_tpu is not None:
         raise ValueError(
-            f"max_seq_token_per_tpu={training.max_seq_token_per_tpu} must be None: with it, Tunix packs the rows again"
-            " after they have been planned"
+            f"max_seq_token_per_tpu={training.max_seq_token_per_tpu} must be None: with it, Tunix packs the"
+            " sequences again after they have been planned"
         )
     if config.offload_to_cpu:
         raise ValueError(

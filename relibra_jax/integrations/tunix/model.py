@@ -156,8 +156,8 @@ def check_model(config: Any, live: ExpertParallel) -> None:
         )
     if live.data_shape:
         raise ValueError(
-            f"mesh {dict(live.mesh.shape)}: Tunix distributes rows over one expert-parallel group, so give the"
-            " balancer a mesh of only node and local, or data_axes=()"
+            f"mesh {dict(live.mesh.shape)}: Tunix distributes sequences over one expert-parallel group, so give"
+            " the balancer a mesh of only node and local, or data_axes=()"
         )
     theta = inspect.signature(qwen3.apply_rope).parameters["rope_theta"].default
     if config.rope_theta != theta:

@@ -1,4 +1,4 @@
-"""Tunix's rollout with its own sampler, extended to record the routing of all generated rows."""
+"""Tunix's rollout with its own sampler, extended to record the routing of all generated sequences."""
 
 import dataclasses
 from collections.abc import Callable
@@ -79,18 +79,18 @@ class RecordingRollout(vanilla_rollout.VanillaRollout):
         return super().generate(prompts, rollout_config, **kwargs)
 
     def take_routes(self) -> Int[np.ndarray, "B T L K"]:
-        """Return and clear the recorded experts of all rows generated since the last call.
+        """Return and clear the recorded experts of all sequences generated since the last call.
 
         Returns:
-            The experts of the rows in the order of generation, with EMPTY where there is no token.
+            The experts of the sequences in the order of generation, with EMPTY where there is no token.
 
         Raises:
-            RuntimeError: if no rows have been generated since the last call.
-            ValueError: if the rows have different lengths.
+            RuntimeError: if no sequences have been generated since the last call.
+            ValueError: if the sequences have different lengths.
         """
         routes, self._sampler.routes = self._sampler.routes, []
         if not routes:
             raise RuntimeError(
-                "no recorded routes: no rows have been generated since the last call of take_routes"
+                "no recorded routes: no sequences have been generated since the last call of take_routes"
             )
         return np.concatenate(routes)

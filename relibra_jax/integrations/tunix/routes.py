@@ -7,22 +7,22 @@ from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.rollout.ingest import replay_from_rollout
 
 
-def replay_of_rows(
+def replay_of_sequences(
     routes: Int[np.ndarray, "B T L K"], mask: Bool[np.ndarray, "..."], *, num_experts: int
 ) -> RoutingReplay:
-    """Return the routing replay of a batch's rows.
+    """Return the routing replay of a batch's sequences.
 
     A real token without a route is an error: the sampler of Tunix 0.1.7 feeds every token that it returns to the model,
     because it continues until it has drawn the token after the last one.
 
     Args:
-        routes: the recorded experts, with EMPTY where there is no token. A row contains the right-aligned prompt and
-            then the generated tokens, which may continue after the end of a sample.
+        routes: the recorded experts, with EMPTY where there is no token. A sequence contains the right-aligned prompt
+            and then the generated tokens, which may continue after the end of a sample.
         mask: the mask of real tokens, ``[B, T]``: the mask of the prompt, followed by that of the completion.
         num_experts: the number of logical experts.
 
     Returns:
-        The replay, with ``T`` tokens per row.
+        The replay, with ``T`` tokens per sequence.
 
     Raises:
         ValueError: if the routes and the mask have different sizes, or if a real token has no route. In the second case

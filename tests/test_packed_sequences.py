@@ -1,4 +1,4 @@
-"""Tests that packed rows compute the same as one sample per row: log-probabilities, gradients and rows of slots."""
+"""Tests that packed sequences compute the same as padded ones: log-probabilities, gradients and rows of slots."""
 
 import dataclasses
 import functools
@@ -36,31 +36,31 @@ def mesh():
 
 
 @functools.cache
-def prepared(pack_rows):
+def prepared(pack_sequences):
     model = make_model(CONFIG, TOPOLOGY, mesh=mesh(), key=jax.random.key(0))
     options = {"num_layers": 2, "num_micro_batches": MICRO_BATCHES, "key": jax.random.key(1)}
     parallel = ExpertParallel(mesh=mesh(), topology=TOPOLOGY, check_rows=True)
-    rows = "packed" if pack_rows else "padded"
-    balancer = Balancer(relibra(), parallel, rows=rows, **options)
+    sequences = "packed" if pack_sequences else "padded"
+    balancer = Balancer(relibra(), parallel, sequences=sequences, **options)
     return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
 
 
-def step(model, batch, rows):
-    def loss_of(model, rows, layers):
-        (tokens, mask, ids, weight, of_sample), packing = rows
+def step(model, batch, sequences):
+    def loss_of(model, sequences, layers):
+        (tokens, mask, ids, weight, of_sample), packing = sequences
         output = model(tokens, mask, ids, layers, parallel=batch.parallel, packing=packing)
         log_prob = token_log_probs(output.logits, tokens, packing=packing)
         scale = of_sample[:, None] if packing is None else of_sample
         return (weight * scale * log_prob).sum(), (log_prob, output.slot_rows)
 
-    return accumulate_gradients(model, loss_of, batch, rows)
+    return accumulate_gradients(model, loss_of, batch, sequences)
 
 
 @functools.cache
-def result(pack_rows):
-    model, batch, _ = prepared(pack_rows)
-    rows = batch.to_ranks((TOKENS, MASK, IDS, WEIGHT, OF_SAMPLE))
-    gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (rows, batch.packing))
+def result(pack_sequences):
+    model, batch, _ = prepared(pack_sequences)
+    sequences = batch.to_ranks((TOKENS, MASK, IDS, WEIGHT, OF_SAMPLE))
+    gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (sequences, batch.packing))
     check_executed(slot_rows, batch)
     home = np.asarray(model.layers.experts.home[...])
     actual = nnx.to_pure_dict(gradients)
@@ -70,7 +70,7 @@ def result(pack_rows):
 
 
 @pytest.mark.slow
-def test_packed_rows_give_the_results_of_padded_rows():
+def test_packed_sequences_give_the_results_of_padded_sequences():
     (gradients, log_prob), (desired, unpacked) = result(True), result(False)
     np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)
     assert not log_prob[:, 0].any()
@@ -82,7 +82,7 @@ def test_packed_rows_give_the_results_of_padded_rows():
         np.testing.assert_allclose(other, leaf, atol=1e-5 * largest, err_msg=str(path))
 
 
-def test_packed_rows_have_little_padding_and_every_token():
+def test_packed_sequences_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
     assert (segments != EMPTY).mean() >= 0.95
@@ -92,23 +92,23 @@ def test_packed_rows_have_little_padding_and_every_token():
     assert actual == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
     _, unpacked, _ = prepared(False)
     assert unpacked.packing is None
-    assert (unpacked.parallel.num_rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
+    assert (unpacked.parallel.num_sequences or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
 
 
-def test_packed_rows_reject_samples_not_aligned_left():
+def test_packed_sequences_reject_samples_not_aligned_left():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
     with pytest.raises(
-        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; rows='packed'"
+        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; sequences='packed'"
     ):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_training_in_packed_rows_learns_the_same(monkeypatch, algorithm):
-    """With answers of uneven length, packed rows give the same responses, and the same step from them."""
+def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm):
+    """With answers of uneven length, packed sequences give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
     )
@@ -120,13 +120,19 @@ def test_training_in_packed_rows_learns_the_same(monkeypatch, algorithm):
         "epochs": 1,
     }
     metrics = {}
-    for pack_rows in (False, True):
-        config = Train(**settings, algorithm=algorithm, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
+    for pack_sequences in (False, True):
+        config = Train(
+            **settings,
+            algorithm=algorithm,
+            micro_batches=2,
+            anneal_steps=20,
+            pack_sequences=pack_sequences,
+        )
         trainer = Trainer(config, 0)
         if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
-        metrics[pack_rows] = trainer.learn()
+        metrics[pack_sequences] = trainer.learn()
     packed, unpacked = metrics[True], metrics[False]
     assert packed["response/tokens"] == unpacked["response/tokens"]
     assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
