@@ -41,7 +41,7 @@ def measure_plan(outcome: Outcome) -> dict[str, float]:
         count_crossings(batch, topology, shared_link=shared, visits=visits) for shared in (True, False)
     )
     seconds, push, reorder = outcome.modelled_seconds, outcome.push_seconds, outcome.reorder_seconds
-    memory = rank_memory(topology, outcome.cost_model.model)
+    memory = rank_memory(topology, outcome.cost_model.model, shards=outcome.cost_model.shards)
     return {
         "imbalance": outcome.imbalance,
         "copies_crossing": outcome.cross_node_share,
