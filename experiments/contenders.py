@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import (
     BALANCE,
     EMPTY,
@@ -51,11 +50,6 @@ class ContenderBatch(NamedTuple):
     """The number of distinct tokens that each rank sends to each node."""
     capacities: Capacities
     """The buffer sizes that the plan needs on both paths."""
-
-    @property
-    def rank_load(self) -> Int[np.ndarray, "M L N G"]:
-        """The number of token copies that each rank computes."""
-        return np.asarray(rank_load(self.batch_plan.plan))
 
 
 def contenders(

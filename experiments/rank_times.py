@@ -46,17 +46,10 @@ def rank_seconds(
     Returns:
         The median seconds, by the name of the planner.
     """
-
-    @jax.jit
-    def step(rows, buffers, sizes):
-        def call(rows, buffers):
-            return grouped_mlp(rows, buffers, sizes, implementation=implementation)
-
-        out, pull = jax.vjp(call, rows, buffers)
-        return pull(out)
-
     runs: dict[Any, Callable[[], object]] = {
-        (name, *place): functools.partial(step, rows, tuple(buffers), jnp.asarray(quota[place]))
+        (name, *place): functools.partial(
+            _gradients, rows, tuple(buffers), jnp.asarray(quota[place]), implementation
+        )
         for name, quota in quotas.items()
         for place in np.ndindex(quota.shape[:2])
     }
@@ -64,6 +57,15 @@ def rank_seconds(
     for (name, *place), median in interleaved(runs, repeats=repeats, shortest=shortest).items():
         seconds[name][tuple(place)] = median
     return seconds
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _gradients(rows, buffers, sizes, implementation):
+    def call(rows, buffers):
+        return grouped_mlp(rows, buffers, sizes, implementation=implementation)
+
+    out, pull = jax.vjp(call, rows, buffers)
+    return pull(out)
 
 
 def slowest_seconds(seconds: Float[np.ndarray, "stages ranks"]) -> float:

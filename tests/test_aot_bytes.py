@@ -220,7 +220,7 @@ def test_expected_sent_counts_a_padded_update():
 
 
 @pytest.mark.parametrize("fill", [0.6, 1.0])
-def test_count_traffic_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
+def test_push_time_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
     """They are equal where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
     tokens, the buffers also send padding."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=2)

@@ -71,6 +71,10 @@ def test_micro_batches_to_pay_is_none_for_residents_that_save_nothing():
         ),
         (("--samples", "8"), "samples=8 must be an integer of at least 16"),
         (("--rivals", "lpbl"), "rivals: 'lpbl' must be one of static, "),
+        (
+            ("--model", "deepseek-v3", "--ranks", "2x2", "--residents", "0", "1"),
+            "resident_slots=1: a rank needs 188.0 GB",
+        ),
         (("--ranks", "2by4"), "ranks='2by4' must be nodes x local ranks, for example 2x4"),
     ],
 )

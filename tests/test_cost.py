@@ -294,7 +294,7 @@ def test_node_visits_never_exceed_the_copies_to_another_node(batch):
     assert tokens.sum() < copies.sum()
 
 
-def test_count_traffic_is_never_more_if_a_token_is_sent_once():
+def test_count_traffic_is_less_for_eplb_if_a_token_is_sent_once():
     """This is not true of all plans, because another rank of the node may receive the copies, but of this one."""
     replay, batch_plan = a_batch("eplb")
     visits = node_visits(replay, batch_plan, TOPOLOGY)
@@ -384,11 +384,11 @@ def test_balanced_time_counts_the_locality_of_the_samples(batch_plan):
 
 def test_balanced_time_with_padded_sequences_has_their_positions(batch_plan):
     cost = price(sequences="padded")
-    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, sequence_length=16.0, sequences=1)
+    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, sequence_length=16.0, num_sequences=1)
     assert float(time.attention) == pytest.approx(3 * (16 * 2 * 50 + 16**2 * 10) / 5e5)
     same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, sequence_length=16.0)
     assert float(same.attention) == pytest.approx(float(time.attention))
-    with pytest.raises(ValueError, match="sequences must be given if sequences are padded"):
+    with pytest.raises(ValueError, match="num_sequences must be given if sequences are padded"):
         balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost)
 
 

@@ -75,7 +75,7 @@ def packed(replay, setting):
     )
 
 
-def test_run_planner_gives_every_planner_the_same_input(trace):
+def test_run_planner_gives_packed_samples_the_price_and_routes(trace):
     """Planners get packed samples, the price, and some tokens with the ranks where they lie."""
     inputs = []
 

@@ -94,7 +94,7 @@ def test_record_loses_an_incomplete_line_alone(tmp_path):
     assert Record(record.path).passed() == {"count"}
 
 
-def test_day_steps_fit_ten_minutes_and_speeds_wait_for_checks():
+def test_day_steps_each_fit_ten_minutes_and_speeds_wait_for_checks():
     commands = day_steps("folder", None)
     assert list(commands) == ["right", "speed", "why"]
     checks = {step.name for step in commands["right"]} - {"environment", "JAX's example", "self-check"}

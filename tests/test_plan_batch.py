@@ -22,6 +22,7 @@ from relibra_jax.planning.batch import Batch, count_batch
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Stage, plan_batch
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import replicate_experts, without_replicas
 from relibra_jax.planning.starts import start_assignment
@@ -297,6 +298,22 @@ def test_plan_batch_runs_baselines_in_rounds(replay):
     options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY, "rounds": 2}
     batch_plan, _ = plan_batch(replay, static(), (), TOPOLOGY, **options)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
+
+
+def test_plan_batch_assigns_to_the_first_homes_of_a_planner_that_keeps_them(replay):
+    """Before its first batch such a planner knows no homes, so the first plan's count, not EMPTY ones."""
+    homes = []
+
+    def assign(batch, placement, topology, *, start, price, key):
+        jax.debug.callback(lambda home: homes.append(home), placement.home)
+        return start
+
+    planner = PLANNERS["eplb"].planner
+    state = planner.init(TOPOLOGY, 2, key=KEY)
+    plan_batch(replay, planner, state, TOPOLOGY, stages=MICRO_BATCHES, assign=assign, key=KEY, rounds=1)
+    jax.effects_barrier()
+    assert all((home >= 0).all() for home in homes)
+    assert homes
 
 
 def test_plan_batch_gives_the_plan_of_the_replay_for_counts(replay):

@@ -171,7 +171,7 @@ def test_replay_from_rollout_never_guesses_the_axis_order():
         replay_from_rollout(grid, layout="tunix_layers_first", mask=LEFT_PADDED, **MODEL)
 
 
-def test_replay_from_rollout_answers_an_unknown_layout_with_all_names():
+def test_replay_from_rollout_answers_an_unknown_layout_with_the_nearest_name():
     with pytest.raises(
         ValueError, match=r"layout 'sgl' must be one of sglang, vllm, .*; the nearest is 'sglang'"
     ):

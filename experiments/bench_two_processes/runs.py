@@ -18,6 +18,7 @@ from experiments.bench_two_processes.crossing_bytes import (
 from experiments.bench_two_processes.update import Inputs, Update, make_inputs
 from experiments.contenders import ContenderBatch, Samples, draw_samples, plan_contender, route_evenly
 from experiments.interleaving import interleaved_seconds
+from experiments.rank_times import imbalance_over_stages, quotas_of_ranks
 from relibra_jax.contract.types import Price, Topology
 from relibra_jax.execution import ExpertParallel, expert_mesh, grow_capacities
 from relibra_jax.planning.planners import PLANNERS
@@ -194,7 +195,7 @@ class _Run:
 
     def line(self, name: str, count: int, **results) -> Line:
         batch = self.batches[count]
-        load, tokens = batch.rank_load, (batch.expert_ids[:, 0, :, :, 0] >= 0).sum(-1)
+        tokens = (batch.expert_ids[:, 0, :, :, 0] >= 0).sum(-1)
         begin, add, end = self.program_bytes
         needed = needed_bytes(
             batch,
@@ -209,7 +210,7 @@ class _Run:
             micro_batches=count,
             contender=name,
             tokens_per_rank=float(tokens.mean()),
-            rows_imbalance=float(load.max((2, 3)).sum() / load.mean((2, 3)).sum()),
+            rows_imbalance=imbalance_over_stages(quotas_of_ranks(batch.batch_plan.plan.quota).sum(-1)),
             bytes_of_program=begin + count * add + end,
             bytes_needed=needed._asdict(),
             **results,

@@ -1,4 +1,4 @@
-"""``python -m experiments.beyond_balance TRACE``: compare plans with the idealised balanced run, which some beat.
+"""``python -m experiments.beyond_balance TRACE``: compare plans with the idealised balanced run.
 
 The balanced run has even rank loads and routing that is uniform over experts, so token copies cross nodes at random. A
 plan that keeps tokens in their node can therefore take less time. Its share is shown as exchanges run, if every
@@ -64,7 +64,7 @@ class BeyondBalance:
     model: str = "gpt-oss-20b"
     """The model whose sizes are priced."""
     shards: int = 1
-    """The number of data-parallel groups that share the optimizer state, beside which residents must fit."""
+    """The number of data-parallel groups that share the optimizer state. Residents must fit the memory that is left."""
     layers: int = 24
     """The most layers of the trace to plan, evenly spaced."""
     rivals: tuple[str, ...] = RIVALS

@@ -9,7 +9,7 @@
 Every step runs in its own process, which is killed at the step's time limit. Results are appended to the record
 immediately. A command continues where the record ends: it does not repeat a step that has passed with the same code.
 The plan is made on the CPU and stored next to the record; ``plan`` makes it in advance, on any machine. ``--rehearse``
-runs the same steps at small sizes without a GPU, with the kernels in JAX's interpreter.
+runs the steps at small sizes without a GPU, with the kernels in JAX's interpreter and padded exchanges only.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from experiments.ladder.steps import Step, run_ladder
 
 MINUTES: Final = 9.5
 """The default time limit of a command, in minutes."""
+SMOKE_MINUTES: Final = 25.0
+"""That of the smoke test, whose steps may hang one after the other."""
 RECORD: Final = Path("out/gpu_day/day.jsonl")
 """The default record."""
 
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if all steps of the command have passed, else 1.
     """
     options = _parser().parse_args(arguments)
+    if options.rehearse:  # so that a rehearsal replaces no real plan
+        options.record = options.record.parent / "rehearsal" / options.record.name
     record = Record(options.record, rehearsal=options.rehearse)
     if options.command == "report":
         # The report imports JAX; the other commands must work without it.
@@ -45,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(report(read_record(options.record)))
         return 0
-    outcomes = run_ladder(_steps(options), record, seconds=60 * options.minutes)
+    minutes = options.minutes or (SMOKE_MINUTES if options.command == "smoke" else MINUTES)
+    outcomes = run_ladder(_steps(options), record, seconds=60 * minutes)
     missing = [name for name, outcome in outcomes.items() if not outcome.startswith("passed")]
     if missing:
         print(f"not passed: {', '.join(missing)}; run the same command to try them again", file=sys.stderr)
@@ -80,10 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=MINUTES,
-        help=f"time limit for all steps, in minutes (default: {MINUTES})",
+        help=f"time limit for all steps, in minutes (default: {MINUTES}, and {SMOKE_MINUTES:g} for smoke)",
     )
-    parser.add_argument("--rehearse", action="store_true", help="run at small sizes, without a GPU")
+    rehearse = "run at small sizes, without a GPU, in the folder rehearsal/ beside the record"
+    parser.add_argument("--rehearse", action="store_true", help=rehearse)
     return parser
 
 

@@ -79,7 +79,7 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool = False) -> None
     result, expected = jax.device_get(run()), jax.device_get(dense_step(*dense_operands))
     expected = (*expected[:3], expected[3][layout])
     error = check_close(f"a layer over {devices} devices", result, expected)
-    seconds = median_seconds({"layer": run}, 1 if rehearsal else 9, reading=1e-4 if rehearsal else 0.02)
+    seconds = median_seconds({"layer": run}, 1 if rehearsal else 9, shortest=1e-4 if rehearsal else 0.02)
     print_facts(
         devices=devices,
         exchange=exchange,

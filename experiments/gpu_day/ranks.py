@@ -49,18 +49,20 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
         implementation: the implementation of `pallas_kernels` to measure.
         rehearsal: whether to measure blocked XLA once at small sizes.
     """
-    shape, name, repeats, reading, rows_per_group = _setting(model, implementation, rehearsal)
+    shape, name, repeats, shortest, rows_per_group = _setting(model, implementation, rehearsal)
     quotas = scaled_quotas(folder, rows_per_group)
     rows = -(-max(int(quota.sum(-1).max()) for quota in quotas.values()) // 8) * 8
     x, weights = random_array(rows, shape.width), _weights(shape, quotas["static"].shape[-1])
-    seconds = rank_seconds(quotas, x, weights, repeats=repeats, implementation=name, shortest=reading)
-    for planner, values in seconds.items():
+    for planner, quota in quotas.items():  # one by one, so that a time limit loses only the last
+        timed = rank_seconds(
+            {planner: quota}, x, weights, repeats=repeats, implementation=name, shortest=shortest
+        )
         print_facts(
             planner=planner,
-            slowest_ms=slowest_seconds(values) * 1e3,
-            mean_ms=values.mean(1).sum() * 1e3,
-            imbalance_of_rows=imbalance_over_stages(quotas[planner].sum(-1)),
-            imbalance_of_time=imbalance_over_stages(values),
+            slowest_ms=slowest_seconds(timed[planner]) * 1e3,
+            mean_ms=timed[planner].mean(1).sum() * 1e3,
+            imbalance_of_rows=imbalance_over_stages(quota.sum(-1)),
+            imbalance_of_time=imbalance_over_stages(timed[planner]),
         )
 
 
@@ -87,7 +89,7 @@ def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bo
     """
     from experiments.gpu_day.one_rank import OneRank
 
-    shape, name, repeats, reading, rows_per_group = _setting(model, implementation, rehearsal)
+    shape, name, repeats, shortest, rows_per_group = _setting(model, implementation, rehearsal)
     quota = scaled_quotas(folder, rows_per_group)["relibra"]
     tokens = -(-int(quota.sum(-1).max()) // 8) * 8
     weights = jnp.concatenate(_weights(shape, quota.shape[-1]))
@@ -103,7 +105,7 @@ def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bo
             "experts": layer.experts(sizes),
             "experts with gradients": layer.experts(sizes, gradients=True),
         }
-        seconds = median_seconds(runs, repeats, reading=reading)
+        seconds = median_seconds(runs, repeats, shortest=shortest)
         print_facts(
             rank=rank,
             rows=int(sizes.sum()),

@@ -63,7 +63,7 @@ def measure_model(
     shape, repeats = MODELS[model], REPEATS
     if rehearsal:
         shape, mean, implementation, repeats = REHEARSAL_SHAPE, 16, "xla", 1
-    reading = 1e-4 if rehearsal else 0.02
+    shortest = 1e-4 if rehearsal else 0.02
     quotas = read_quotas(folder)
     homes = shape.experts // RANKS
     topology = plan_topology(_experts(quotas["static"].shape))
@@ -84,7 +84,7 @@ def measure_model(
                 device_sizes = jnp.asarray(sizes)
                 result, *_ = programs[OWN_KERNELS](sets, device_sizes)
                 check_close(f"{operation.name}, {plan}", result, reference(sets[0], device_sizes))
-                seconds = _seconds(operation, programs, sets, sizes, repeats=repeats, reading=reading)
+                seconds = _seconds(operation, programs, sets, sizes, repeats=repeats, shortest=shortest)
                 if operation.name in baselines.PRODUCTS:
                     dense_rates[plan] = operation.flops(sizes) / seconds[DENSE].median
                 best = roofline_seconds(operation, sizes, dense_rates[plan], bandwidth)
@@ -110,14 +110,14 @@ def _seconds(
     sizes: np.ndarray,
     *,
     repeats: int,
-    reading: float,
+    shortest: float,
 ) -> dict[str, Reading]:
     """Measure all versions of an operation, PyTorch's among them, for one set of operands."""
     device_sizes = jnp.asarray(sizes)
     runs = {name: functools.partial(program, sets, device_sizes) for name, program in programs.items()}
     seconds = {
         name: Reading(*(value / len(sets) for value in measurement))
-        for name, measurement in median_seconds(runs, repeats, reading=reading).items()
+        for name, measurement in median_seconds(runs, repeats, shortest=shortest).items()
     }
     if product := next((name for name in baselines.PRODUCTS if name == operation.name), None):
         k, n = sets[0].dense[0].shape

@@ -81,20 +81,20 @@ def compile_all(operation: Operation, sets: list[Operands], sizes: jax.Array) ->
 
 
 def median_seconds(
-    runs: Mapping[Any, Callable[[], Any]], repeats: int, *, reading: float = 0.02
+    runs: Mapping[Any, Callable[[], Any]], repeats: int, *, shortest: float = 0.02
 ) -> dict[Any, Reading]:
     """Measure the seconds of several runs, with alternating readings.
 
     Args:
         runs: the functions to time, by name.
         repeats: the number of readings of each function.
-        reading: the minimum duration of a reading in seconds.
+        shortest: the minimum duration of a reading in seconds.
 
     Returns:
         The seconds of one call of each function, by name.
     """
 
-    readings = interleaved_seconds(runs, repeats=repeats, shortest=reading)
+    readings = interleaved_seconds(runs, repeats=repeats, shortest=shortest)
     return {
         name: Reading(*np.quantile(seconds, (0.5, 0.25, 0.75)).tolist()) for name, seconds in readings.items()
     }

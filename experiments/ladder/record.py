@@ -10,8 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-SOURCES: Final = ("pallas_kernels", "relibra_jax", "experiments/gpu_day", "experiments/ladder")
-"""The folders with the code that steps depend on."""
+SOURCES: Final = (
+    "pallas_kernels/**",
+    "relibra_jax/**",
+    "experiments",
+    "experiments/gpu_day",
+    "experiments/ladder",
+)
+"""The folders with the code that steps depend on, as patterns."""
 
 
 class Record:
@@ -62,6 +68,6 @@ def source_digest() -> str:
     """Return a digest of the code in `SOURCES`, as 12 hexadecimal digits."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted(root.glob(f"{folder}/*.py")):
             digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]

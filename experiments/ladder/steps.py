@@ -1,4 +1,4 @@
-"""The ladder: it runs steps in order, each in its own process, which is killed at the step's time limit.
+"""The ladder: it starts steps in order, each in its own process, which is killed at the step's time limit.
 
 The results that a step prints are appended to the record immediately, so a hang, a crash or the loss of the machine
 loses nothing. A step that has passed is not repeated as long as the code is the same. A step is skipped if the steps
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """The function that the process calls with ``arguments``, as ``module:function``. It gets ``rehearsal=True`` in a
     rehearsal."""
     arguments: tuple[Any, ...] = ()
-    """The arguments of the function, numbers and strings."""
+    """The arguments of the function, which JSON can hold."""
     seconds: int = 120
     """The time limit in seconds, after which the process is killed."""
     needs: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def run_ladder(
     """
     if workers > 1 and any(step.needs for step in steps):
         raise ValueError(f"steps that need others run one after the other, but there are {workers} workers")
-    deadline = time.monotonic() + seconds
+    deadline, running = time.monotonic() + seconds, set[int]()
 
     def run(step: Step) -> str:
         passed, remaining = record.passed(), deadline - time.monotonic()
@@ -78,16 +78,22 @@ def run_ladder(
         elif remaining < step.seconds:
             outcome = f"skipped: its limit is {step.seconds} s, but only {remaining:.0f} s remain"
         else:
-            outcome = run_step(step, record, echo=echo)
+            outcome = run_step(step, record, running, echo=echo)
         print(f"{step.name}: {outcome}", flush=True)
         return outcome
 
     with ThreadPoolExecutor(workers) as pool:
-        outcomes = list(pool.map(run, steps))
-    return {step.name: outcome for step, outcome in zip(steps, outcomes, strict=True)}
+        futures = {step.name: pool.submit(run, step) for step in steps}
+        try:
+            return {name: future.result() for name, future in futures.items()}
+        except BaseException:  # Ctrl-C: no process outlives the ladder
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in list(running):
+                _kill_group(group)
+            raise
 
 
-def run_step(step: Step, record: Record, *, echo: bool = True) -> State:
+def run_step(step: Step, record: Record, running: set[int], *, echo: bool = True) -> State:
     """Run one step in its own process, append its results to the record, and return how it ended."""
     begin, tail = time.monotonic(), ""
     process = subprocess.Popen(
@@ -99,6 +105,8 @@ def run_step(step: Step, record: Record, *, echo: bool = True) -> State:
         start_new_session=True,
         env=_environment(step, record.rehearsal),
     )
+
+    running.add(process.pid)
 
     def read_output() -> None:
         nonlocal tail
@@ -121,6 +129,7 @@ def run_step(step: Step, record: Record, *, echo: bool = True) -> State:
     # This also kills processes that the step has started and left running.
     _kill_group(process.pid)
     process.wait()
+    running.discard(process.pid)
     reader.join()
     assert process.stdout is not None
     process.stdout.close()

@@ -175,7 +175,7 @@ def _priced(costs: Costs, run: CostModel) -> str:
     exchange = f"{run.between} exchange" + f" between nodes, {run.inside} inside" * (
         run.path == "hierarchical"
     )
-    sequences = f"{run.sequences} sequences of {costs.tokens_per_rank:g} tokens per rank"
+    sequences = f"{run.sequences} sequences, {costs.tokens_per_rank:g} tokens per rank"
     return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {sequences}"
 
 

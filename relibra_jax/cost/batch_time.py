@@ -119,7 +119,7 @@ def batch_time(
     return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, jnp.asarray(rest))
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "sequences"))
+@functools.partial(jax.jit, static_argnames=("topology", "num_sequences"))
 def balanced_time(
     load: Int[Array, "M L N G E"],
     lengths: Int[Array, " B"],
@@ -128,7 +128,7 @@ def balanced_time(
     *,
     visits: Num[Array, "M L P N"] | None = None,
     sequence_length: Float[Array, ""] | float | None = None,
-    sequences: int | None = None,
+    num_sequences: int | None = None,
 ) -> BatchTime:
     """Model the time of a balanced run, which no real plan has: all ranks have equally much of everything.
 
@@ -143,10 +143,10 @@ def balanced_time(
         visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
             evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
         sequence_length: T, the number of positions of a padded sequence, as in `batch_time`.
-        sequences: b, the number of sequences of a rank in a micro-batch, if sequences are padded.
+        num_sequences: b, the number of sequences of a rank in a micro-batch, if sequences are padded.
 
     Raises:
-        ValueError: if M does not divide over the copies, or sequences are padded and ``sequences`` is None.
+        ValueError: if M does not divide over the copies, or sequences are padded and ``num_sequences`` is None.
     """
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     lengths = jnp.asarray(lengths, jnp.float32)
@@ -155,10 +155,10 @@ def balanced_time(
     micro_batches, layers = copies.shape
     bins = micro_batches * ranks
     if cost.sequences == "padded":
-        if sequences is None:
-            raise ValueError("sequences must be given if sequences are padded")
+        if num_sequences is None:
+            raise ValueError("num_sequences must be given if sequences are padded")
         length = jnp.float32(lengths.max() if sequence_length is None else sequence_length)
-        positions, squares = sequences * length, sequences * length**2
+        positions, squares = num_sequences * length, num_sequences * length**2
     else:
         positions, squares = lengths.sum() / bins, (lengths**2).sum() / bins
     tokens = copies / top_k

@@ -100,7 +100,7 @@ def time_of_balanced(
         cost,
         visits=_contiguous_visits(batch, topology, cost) if local else None,
         sequence_length=batch.sequence_length,
-        sequences=batch.batch_plan.assignment.sample.shape[-1],
+        num_sequences=batch.batch_plan.assignment.sample.shape[-1],
     )
 
 

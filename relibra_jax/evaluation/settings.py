@@ -99,4 +99,5 @@ class Costs:
     recompute: bool = False
     """Model one more forward pass over every micro-batch, which recomputes old log-probabilities."""
     shards: int = 1
-    """The number of data-parallel groups that share the optimizer state, for the memory of a rank."""
+    """The number of data-parallel groups that share the optimizer state, for its memory on a rank and the time of an
+    update. Sums of gradients over the groups are not priced."""

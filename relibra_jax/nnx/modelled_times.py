@@ -84,7 +84,7 @@ def _model_stage(
         topology,
         price,
         sequence_length=batch.sequence_length,
-        sequences=start.sample.shape[-1],
+        num_sequences=start.sample.shape[-1],
     )
     return ModelledTimes(model(batch_plan), model(staying), balanced)
 
