@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
 
@@ -24,7 +25,7 @@ TraceName = Annotated[
 def run_program(
     main: Callable[[Any], int | None], options: Any, args: Sequence[str] | None = None, **about: Any
 ) -> int:
-    """Parse options and run a program with them.
+    """Parse options and run a program with them. Compiled programs are kept for later runs (`keep_programs`).
 
     Args:
         main: the program, a function that takes the parsed options.
@@ -40,4 +41,5 @@ def run_program(
     if module is not None:
         about = {"prog": f"python -m {module.removesuffix('.__main__')}", **about}
     parse = functools.partial(tyro.cli, options, **about)
-    return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
+    arguments = list(sys.argv[1:] if args is None else args)
+    return exit_status(lambda: main(parse_options(parse, keep_programs_unless(arguments))))

@@ -2,7 +2,8 @@
 
 ``--list`` shows the named runs, and ``NAME --help`` the settings of one, all of which can be overridden. Bad input ends
 the program with exit status 2 and one line on standard error, and leaves no half-written files. To compare planners
-without training, use ``relibra compare``.
+without training, use ``relibra compare``. Compiled programs are kept in ``~/.cache/relibra_jax`` for later runs;
+``--no-keep-programs`` turns this off.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from rich.table import Table
 from experiments.rl.configs import Train
 from experiments.rl.run_folder import saved_config
 from experiments.rl.train import run_train
+from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.suggestions import suggest_names
@@ -99,7 +101,7 @@ def main(args: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(__doc__)
         return 0
-    return exit_status(lambda: _run(name, rest))
+    return exit_status(lambda: _run(name, keep_programs_unless(rest)))
 
 
 def _run(name: str, overrides: list[str]) -> None:

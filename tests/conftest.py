@@ -60,12 +60,11 @@ def forget_programs():
 
 @pytest.fixture(scope="module")
 def smallest_policy():
-    """Register the policy ``smallest`` for runs, and keep their compiled programs out of their folders."""
+    """Register the policy ``smallest`` for runs."""
     from support.runs import SMALLEST
 
     from experiments.rl.policy import POLICIES
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
-        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
         yield

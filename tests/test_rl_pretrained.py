@@ -52,10 +52,9 @@ def tensors(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["count", "spell_backward"])
-def test_run_starts_from_a_checkpoint_and_saves_one(task, folder, tmp_path, monkeypatch):
+def test_run_starts_from_a_checkpoint_and_saves_one(task, folder, tmp_path):
     if task == "spell_backward":
         pytest.importorskip("reasoning_gym", reason="the extra rl is not installed")
-    monkeypatch.setattr("experiments.rl.train.keep_compiled", lambda: None)
     config = Train(model=folder, task=task, **SETTINGS)
     trainer = Trainer(config, 0)
     prompt = trainer.prompts.tokenizer.encode_prompt("hello")

@@ -30,7 +30,7 @@ from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.run_folder import saved_config
 from experiments.rl.stages import Stages, prepare_stages, recompute_planned
 from experiments.rl.step import Clip
-from experiments.rl.train import keep_compiled, run_train
+from experiments.rl.train import run_train
 from experiments.rl.trainer import EVALUATION, Trainer
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.types import Plan
@@ -126,7 +126,6 @@ def measure_errors(config: Float8Error, console: Console) -> None:
             run = run_train(dataclasses.replace(TRAINED, out=Path(folder)), Console(quiet=True))
         settings = saved_config(run)
         host_devices(settings.topology.num_ranks)
-        keep_compiled()
         recomputes = list(recompute_all(run, settings, config))
     _show(recomputes, settings, console)
 

@@ -3,18 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from experiments.rl.metrics import WARM_UP
-
-LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-"""The event between tracing a program and compiling it, with the program's name."""
-COMPILED: Final = "/jax/core/compile/backend_compile_duration"
-"""The event at the end of a compilation."""
+from relibra_jax.execution.programs import COMPILED, LOWERED, program_name
 
 
 @contextlib.contextmanager
@@ -39,7 +35,7 @@ def tell_compilations(tell: Callable[[str], None]) -> Iterator[None]:
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if event == LOWERED:
-            name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").strip("_")
+            name = program_name(details)
             running[threading.get_ident()] = name
             tell(name)
         elif event == COMPILED:

@@ -33,8 +33,6 @@ from relibra_jax.models.hf_config import read_config
 
 CHECKPOINTS_KEPT: Final = 2
 """The number of latest checkpoints that a run keeps."""
-COMPILED: Final = Path("out/compiled")
-"""The folder of compiled programs for later processes, unless the user has set another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,6 @@ def run_train(
         _check_processes(config)
         folder = run_folder(config, name)
         group.command = f"python -m experiments.run {name} --resume {folder}"
-        keep_compiled()
         with stop_signals() as stop:
             run = _Run(
                 config=config,
@@ -108,12 +105,6 @@ def run_train(
         if is_first():
             write_report(config, folder, console, name)
     return folder
-
-
-def keep_compiled() -> None:
-    """Make JAX keep compiled programs on disk for later processes, unless the user has set a cache."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(COMPILED.absolute()))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from relibra_jax.cli.advise import Advise, run_advise
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.plan import MakePlan, run_plan
+from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import HELP, parse_options
 from relibra_jax.support.suggestions import suggest_names
@@ -38,7 +39,7 @@ def run_command(args: list[str]) -> int:
     Raises:
         SystemExit: if the arguments ask for help.
     """
-    return exit_status(lambda: _run(args))
+    return exit_status(lambda: _run(keep_programs_unless(args)))
 
 
 def _run(args: list[str]) -> None:
@@ -62,5 +63,6 @@ def _run(args: list[str]) -> None:
 _DESCRIPTION = (
     "Plan and compare expert load balancing for reinforcement learning of mixture-of-experts models. The commands read"
     " recorded routing (a trace), plan from it, and report how evenly work is spread, how long it takes in modelled"
-    " time, and how much memory it needs. Training runs are started with: python -m experiments.run NAME."
+    " time, and how much memory it needs. Compiled programs are kept in ~/.cache/relibra_jax for the next run;"
+    " --no-keep-programs turns this off. Training runs are started with: python -m experiments.run NAME."
 )

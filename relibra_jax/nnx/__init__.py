@@ -16,6 +16,7 @@ the precision of every array.
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.programs import keep_programs
 from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.batch_sequences import SequencePacking
 from relibra_jax.nnx.checks import check_executed
@@ -44,6 +45,7 @@ __all__ = [
     "expert_labels",
     "expert_mesh",
     "get_homes",
+    "keep_programs",
     "prepare_residents",
     "reorder_experts",
     "restore_training",

@@ -25,6 +25,7 @@ from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.programs import announce_compilation
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -131,6 +132,7 @@ class Balancer:
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
+        announce_compilation()
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(parallel.topology, num_layers, key=planner_key)
         self._home = np.asarray(contiguous_homes(parallel.topology, num_layers))

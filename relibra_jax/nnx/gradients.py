@@ -70,7 +70,8 @@ def accumulate_gradients(
         samples, layers = micro_batch
         if weights is not None:
             layers = layers._replace(residents=weights)
-        return objective(nnx.merge(graph, params, *rest), samples, layers)
+        # Copies, because Flax's transformations in the objective reject variables that were made outside this trace.
+        return objective(nnx.merge(graph, params, *rest, copy=True), samples, layers)
 
     def accumulate(total, micro_batch):
         gradient, auxiliary = jax.grad(micro_batch_loss, has_aux=True)((params, weights), micro_batch)

@@ -19,6 +19,9 @@ from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 
+@functools.partial(
+    jax.jit, static_argnames=("topology", "tolerance", "across_nodes", "min_tokens", "tile", "exact")
+)
 def replicate_experts(
     request: PlanRequest,
     placement: Placement,
