@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims lint types test test-slow docs bench aot check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims lint types quick test test-slow docs bench aot check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -30,6 +30,9 @@ lint: $(VENV)/installed  ## check format and style
 
 types: $(VENV)/installed  ## check types
 	$(RUN) -m mypy
+
+quick: $(VENV)/installed  ## run the tests nearest to what has changed, for a minute
+	$(RUN) tests/quick.py
 
 test: $(VENV)/installed  ## run the fast tests, examples in docstrings among them
 	$(RUN) -m pytest -m "not slow and not long"

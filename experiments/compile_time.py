@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,15 +23,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import pytest
 from rich.console import Console
 from rich.table import Table
-
-from relibra_jax.execution.programs import COMPILED, LOWERED, program_name
 
 TRACED: Final = "/jax/core/compile/jaxpr_trace_duration"
 """JAX's event at the end of tracing, with the name of the function."""
 SLOWEST: Final = 20
 """The number of tests that are listed."""
+TESTS: Final[list[tuple[float, str, list["Program"]]]] = []
+"""The seconds, name and programs of every test that pytest has run."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,6 +79,9 @@ class _Causes(logging.Handler):
 @contextlib.contextmanager
 def log_programs() -> Iterator[Log]:
     """Record every program that is compiled in the block, with nothing read from the compilation cache."""
+    # Imported here, because pytest's plugins are imported before the hook that checks annotated shapes.
+    from relibra_jax.execution.programs import COMPILED, LOWERED, program_name
+
     log, traced, lowered = Log(), collections.defaultdict(float), {}
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
@@ -177,27 +182,29 @@ RUNS: Final[dict[str, tuple[Callable[[int], None], int]]] = {
 """What can be run, with the default number of batches or steps."""
 
 
-def run_tests(arguments: Sequence[str], console: Console) -> int:
-    """Run pytest in this process, and print what its slowest tests compile; returns the exit status of pytest."""
-    import pytest
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Any:
+    """Record what a test compiles, its fixtures included. This module is a plugin of pytest."""
+    begin = time.perf_counter()
+    with log_programs() as log:
+        result = yield
+    TESTS.append((time.perf_counter() - begin, item.nodeid, log.programs))
+    return result
 
-    tests: list[tuple[float, str, list[Program]]] = []
 
-    class Recorder:
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_protocol(self, item: Any) -> Any:
-            begin = time.perf_counter()
-            with log_programs() as log:
-                result = yield
-            tests.append((time.perf_counter() - begin, item.nodeid, log.programs))
-            return result
-
-    status = pytest.main(["-q", "-n0", *arguments], plugins=[Recorder()])
-    table = Table("test", title=f"the {SLOWEST} slowest of {len(tests)} tests", title_justify="left")
+def pytest_terminal_summary() -> None:
+    """Print what the slowest tests compile."""
+    programs = [program for _, _, programs in TESTS for program in programs]
+    parts = (sum(getattr(one, part) for one in programs) for part in ("tracing", "lowering", "compiling"))
+    title = (
+        f"the {SLOWEST} slowest of {len(TESTS)} tests, which took {sum(seconds for seconds, _, _ in TESTS):.0f} s;"
+        f" {len(programs)} programs: {', '.join(f'{value:.0f}' for value in parts)} s of tracing, lowering, compiling"
+    )
+    table = Table("test", title=title, title_justify="left")
     for column in ("seconds", "of which compiling", "programs"):
         table.add_column(column, justify="right")
     table.add_column("slowest programs", overflow="fold")
-    for seconds, name, programs in sorted(tests, reverse=True, key=lambda test: test[0])[:SLOWEST]:
+    for seconds, name, programs in sorted(TESTS, reverse=True, key=lambda test: test[0])[:SLOWEST]:
         slow = sorted(programs, key=lambda one: -one.seconds)[:3]
         table.add_row(
             name.split("/")[-1],
@@ -206,8 +213,7 @@ def run_tests(arguments: Sequence[str], console: Console) -> int:
             str(len(programs)),
             ", ".join(f"{one.name} {one.seconds:.1f}" for one in slow),
         )
-    console.print(table)
-    return int(status)
+    Console(width=160).print(table)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -229,7 +235,8 @@ def main(args: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(args)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.what == "tests":
-        return run_tests(rest, console)
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "experiments.compile_time", *rest]
+        return subprocess.run(command).returncode
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run, steps = RUNS[options.what]

@@ -32,6 +32,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 collect_ignore = [
+    "quick.py",
     "two_processes.py",
     "learning_process.py",
     "make_hf_checkpoints.py",

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -63,22 +64,26 @@ def announce_compilation(seconds: float = 2.0) -> None:
     Args:
         seconds: the time after which a program is named. Tracing and lowering, which come before, do not count.
     """
+    jax.monitoring.register_event_duration_secs_listener(compilation_listener(seconds))
+
+
+def compilation_listener(seconds: float) -> Callable[..., None]:
+    """Return a listener to JAX's events that prints the line of `announce_compilation`."""
     timers: dict[int, threading.Timer] = {}
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
-        thread = threading.get_ident()
         if event not in (LOWERED, COMPILED):
             return
+        thread = threading.get_ident()
         if timer := timers.pop(thread, None):
             timer.cancel()
         if event == LOWERED:
-            name = program_name(details)
-            line = f"relibra_jax: compiling {name}, which takes more than {seconds:g} s"
-            timers[thread] = threading.Timer(seconds, print, (line,), {"file": sys.stderr})
-            timers[thread].daemon = True
-            timers[thread].start()
+            line = f"relibra_jax: compiling {program_name(details)}, which takes more than {seconds:g} s"
+            timers[thread] = timer = threading.Timer(seconds, print, (line,), {"file": sys.stderr})
+            timer.daemon = True
+            timer.start()
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    return listen
 
 
 def program_name(details: dict[str, str | int]) -> str:

@@ -19,9 +19,6 @@ from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 
-@functools.partial(
-    jax.jit, static_argnames=("topology", "tolerance", "across_nodes", "min_tokens", "tile", "exact")
-)
 def replicate_experts(
     request: PlanRequest,
     placement: Placement,
@@ -76,13 +73,26 @@ def replicate_experts(
     check_not_negative("tolerance", tolerance)
     if exact and tolerance:
         raise ValueError(f"tolerance={tolerance} cannot be combined with exact=True; use tolerance=0")
+    # The rest of the request is left out, so that all calls of one program share what was traced.
+    load, placement = PlanRequest(jnp.asarray(request.load)), jax.tree.map(jnp.asarray, placement)
+    settings = {"tolerance": tolerance, "min_tokens": min_tokens, "tile": tile, "exact": exact}
+    return _replicate(load, placement, topology, across_nodes, **settings)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("topology", "across_nodes", "tolerance", "min_tokens", "tile", "exact")
+)
+def _replicate(
+    request: PlanRequest,
+    placement: Placement,
+    topology: Topology,
+    across_nodes: bool,
+    *,
+    tolerance,
+    **settings,
+) -> Plan:
     replicate = functools.partial(
-        replicate_domain,
-        replica_slots=topology.replica_slots,
-        tolerance=tolerance,
-        min_tokens=min_tokens,
-        tile=tile,
-        exact=exact,
+        replicate_domain, replica_slots=topology.replica_slots, tolerance=tolerance, **settings
     )
     load, home = request.by_expert, placement.home
     if across_nodes or not topology.resident_slots:
