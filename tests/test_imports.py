@@ -1,6 +1,7 @@
 """Modules import only from lower or equal levels; planning and execution never import each other."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -56,14 +57,17 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports_of(path):
-    """Yield every name that a module imports, inside functions too."""
+    """Return every name that a module imports, inside functions too."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def inside(module, level):

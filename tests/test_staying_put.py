@@ -51,7 +51,10 @@ def recorded():
 
 
 def drawn():
-    return random_routing(np.random.default_rng(1), samples=40, tokens=40, layers=3, experts=16, top_k=2)
+    """Draw routing of the shape of the recorded one, so that both share compiled programs."""
+    samples, tokens, layers, top_k = recorded().expert_ids.shape
+    sizes = {"samples": samples, "tokens": tokens, "layers": layers, "experts": 16, "top_k": top_k}
+    return random_routing(np.random.default_rng(1), **sizes)
 
 
 REPLAYS = {"recorded": recorded, "drawn": drawn}
@@ -161,7 +164,8 @@ def test_plan_of_two_stages_never_costs_more_than_to_stay():
 def test_plan_of_counts_without_routes_never_costs_more_than_to_stay():
     """From loads alone, every copy is taken to cross by itself, which flat dispatch does."""
     replay = drawn()
-    state, layers = state_of("moved", 3), 3
+    layers = replay.expert_ids.shape[2]
+    state = state_of("moved", layers)
     cost = dataclasses.replace(COST_MODEL, path="flat").price(TOPOLOGY)
     batch_plan = plan_of(Batch(sample_load(replay, num_experts=16), replay.mask.sum(1)), state, cost=cost)
     assert len(batch_plan.plan.home) == layers
