@@ -16,8 +16,9 @@ LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """JAX's event between lowering a program and compiling it, with the program's name."""
 COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 """JAX's event at the end of a compilation, or when a kept program has been loaded."""
-LEAST_SECONDS: Final = 0.1
-"""The compilation time from which a program is kept. JAX's default of 1 s leaves out most programs of a small model."""
+LEAST_SECONDS: Final = 0.0
+"""The compilation time from which a program is kept. JAX's default of 1 s leaves out most programs of a small model, and
+the many small ones take as long together."""
 KEEP_NOTHING: Final = "--no-keep-programs"
 """The option of commands that turns `keep_programs` off."""
 
