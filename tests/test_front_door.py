@@ -118,8 +118,12 @@ def assert_same_bits(actual, desired):
     assert (np.asarray(actual[0].plan.home) != np.arange(EXPERTS)).any(), "nothing was worth a move"
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("residents", [0, 1])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("residents", "stages"), [(0, 1), (1, 2), pytest.param(0, 2, marks=LONG), pytest.param(1, 1, marks=LONG)]
+)
 def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     topology = topology_of(2, 4, residents)
     mesh = expert_mesh(topology)
@@ -134,8 +138,8 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
 
 
-@pytest.mark.parametrize("residents", [0, 1])
-@pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
+@pytest.mark.parametrize("residents", [pytest.param(0, marks=LONG), 1])
+@pytest.mark.parametrize(("nodes", "local"), [pytest.param(2, 8, marks=LONG), (4, 8)])
 def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):
     """This is `test_balancer_plans_as_plan_batch_and_compare` for more ranks than there are devices."""
     topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, sequences="padded")
