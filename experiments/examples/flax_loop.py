@@ -63,7 +63,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.blocks = nnx.vmap(Block)(rngs.fork(split=LAYERS))
+        self.blocks = nnx.vmap(Block)(rngs.split(LAYERS))
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, expert_ids, layers, parallel):

@@ -17,8 +17,8 @@ LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 """JAX's event at the end of a compilation, or when a kept program has been loaded."""
 LEAST_SECONDS: Final = 0.0
-"""The compilation time from which a program is kept. JAX's default of 1 s leaves out most programs of a small model, and
-the many small ones take as long together."""
+"""The compilation time from which a program is kept. JAX's default of 1 s leaves out most programs of a small model,
+which take as long together."""
 KEEP_NOTHING: Final = "--no-keep-programs"
 """The option of commands that turns `keep_programs` off."""
 
@@ -60,7 +60,8 @@ def keep_programs_unless(args: list[str]) -> list[str]:
 def announce_compilation(seconds: float = 2.0) -> None:
     """Say on standard error what is being compiled, once a compilation has taken longer than ``seconds``.
 
-    The first call with a number of seconds takes effect for the whole process.
+    The first call with a number of seconds takes effect for the whole process. Of several processes the first one says
+    it.
 
     Args:
         seconds: the time after which a program is named. Tracing and lowering, which come before, do not count.
@@ -72,6 +73,10 @@ def compilation_listener(seconds: float) -> Callable[..., None]:
     """Return a listener to JAX's events that prints the line of `announce_compilation`."""
     timers: dict[int, threading.Timer] = {}
 
+    def say(program: str) -> None:
+        if not jax.process_index():
+            print(f"relibra_jax: compiling {program}, which takes more than {seconds:g} s", file=sys.stderr)
+
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if event not in (LOWERED, COMPILED):
             return
@@ -79,8 +84,7 @@ def compilation_listener(seconds: float) -> Callable[..., None]:
         if timer := timers.pop(thread, None):
             timer.cancel()
         if event == LOWERED:
-            line = f"relibra_jax: compiling {program_name(details)}, which takes more than {seconds:g} s"
-            timers[thread] = timer = threading.Timer(seconds, print, (line,), {"file": sys.stderr})
+            timers[thread] = timer = threading.Timer(seconds, say, (program_name(details),))
             timer.daemon = True
             timer.start()
 
