@@ -75,8 +75,16 @@ def replicate_experts(
         raise ValueError(f"tolerance={tolerance} cannot be combined with exact=True; use tolerance=0")
     # The rest of the request is left out, so that all calls of one program share what was traced.
     load, placement = PlanRequest(jnp.asarray(request.load)), jax.tree.map(jnp.asarray, placement)
-    settings = {"tolerance": tolerance, "min_tokens": min_tokens, "tile": tile, "exact": exact}
-    return _replicate(load, placement, topology, across_nodes, **settings)
+    return _replicate(
+        load,
+        placement,
+        topology,
+        across_nodes=across_nodes,
+        tolerance=tolerance,
+        min_tokens=min_tokens,
+        tile=tile,
+        exact=exact,
+    )
 
 
 @functools.partial(
@@ -86,13 +94,20 @@ def _replicate(
     request: PlanRequest,
     placement: Placement,
     topology: Topology,
-    across_nodes: bool,
     *,
-    tolerance,
-    **settings,
+    across_nodes: bool,
+    tolerance: float,
+    min_tokens: int,
+    tile: int,
+    exact: bool,
 ) -> Plan:
     replicate = functools.partial(
-        replicate_domain, replica_slots=topology.replica_slots, tolerance=tolerance, **settings
+        replicate_domain,
+        replica_slots=topology.replica_slots,
+        tolerance=tolerance,
+        min_tokens=min_tokens,
+        tile=tile,
+        exact=exact,
     )
     load, home = request.by_expert, placement.home
     if across_nodes or not topology.resident_slots:
