@@ -2,7 +2,7 @@
 
     python -m experiments.compile_time flax      # the loop of the Flax guide, with some batches
     python -m experiments.compile_time learn     # a short reinforcement-learning run
-    python -m experiments.compile_time plan      # the first plan of a large model by each planner
+    python -m experiments.compile_time plan      # the first plan of a large model by ReLibra
     python -m experiments.compile_time tests     # pytest with the remaining arguments; the slowest twenty tests
 
 Nothing is read from the compilation cache. Seconds are wall-clock seconds of one process; run it on idle cores.
@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.table import Table
 
@@ -80,7 +81,7 @@ class _Causes(logging.Handler):
 def log_programs() -> Iterator[Log]:
     """Record every program that is compiled in the block, with nothing read from the compilation cache."""
     # Imported here, because pytest's plugins are imported before the hook that checks annotated shapes.
-    from relibra_jax.execution.programs import COMPILED, LOWERED, program_name
+    from relibra_jax.support.programs import COMPILED, LOWERED, program_name
 
     log, traced, lowered = Log(), collections.defaultdict(float), {}
 
@@ -105,6 +106,9 @@ def log_programs() -> Iterator[Log]:
         ):
             jax.config.update(name, value)
             stack.callback(jax.config.update, name, before)
+        # JAX reads whether the cache is on only once.
+        compilation_cache.reset_cache()
+        stack.callback(compilation_cache.reset_cache)
         propagate, logger.propagate = logger.propagate, False
         stack.callback(setattr, logger, "propagate", propagate)
         logger.addHandler(handler)

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
+from relibra_jax.support.programs import keep_programs_unless
 
 TraceName = Annotated[
     str | None,

@@ -48,7 +48,7 @@ def rank_seconds(
     """
     runs: dict[Any, Callable[[], object]] = {
         (name, *place): functools.partial(
-            _gradients, rows, tuple(buffers), jnp.asarray(quota[place]), implementation
+            expert_gradients, rows, tuple(buffers), jnp.asarray(quota[place]), implementation
         )
         for name, quota in quotas.items()
         for place in np.ndindex(quota.shape[:2])
@@ -60,12 +60,14 @@ def rank_seconds(
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _gradients(rows, buffers, sizes, implementation):
+def expert_gradients(rows, buffers, sizes, implementation):
+    """Return the output of the grouped MLP, and the gradients of rows and buffers for the output as its cotangent."""
+
     def call(rows, buffers):
         return grouped_mlp(rows, buffers, sizes, implementation=implementation)
 
     out, pull = jax.vjp(call, rows, buffers)
-    return pull(out)
+    return out, *pull(out)
 
 
 def slowest_seconds(seconds: Float[np.ndarray, "stages ranks"]) -> float:

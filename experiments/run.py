@@ -22,9 +22,9 @@ from rich.table import Table
 from experiments.rl.configs import Train
 from experiments.rl.run_folder import saved_config
 from experiments.rl.train import run_train
-from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
+from relibra_jax.support.programs import keep_programs_unless
 from relibra_jax.support.suggestions import suggest_names
 
 console = Console()

@@ -4,17 +4,15 @@ Changed is what git would commit now, or the last commit if that is nothing. A t
 its module and a changed one. Tests that the minute leaves no time for are skipped, and counted as such.
 """
 
-import ast
 import collections
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.imports import ROOT, imports_of, module_name, with_packages
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = ("relibra_jax", "pallas_kernels", "experiments", "tests")
 SECONDS = 60.0
 MOST_FILES = 40
@@ -24,7 +22,7 @@ STARTED = "RELIBRA_QUICK_STARTED"
 
 
 def changed_files():
-    """Return the Python files that have changed, as paths relative to the root."""
+    """Return the Python files that have changed."""
 
     def git(*arguments):
         return subprocess.run(
@@ -33,31 +31,16 @@ def changed_files():
 
     files = git("diff", "--name-only", "HEAD") + git("ls-files", "--others", "--exclude-standard")
     files = files or git("diff", "--name-only", "HEAD~1")
-    return [Path(name) for name in files if name.endswith(".py") and (ROOT / name).exists()]
-
-
-def module_name(path):
-    parts = path.with_suffix("").parts
-    parts = parts[1:] if parts[0] == "tests" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return [ROOT / name for name in files if name.endswith(".py") and (ROOT / name).exists()]
 
 
 def distances(changed):
     """Return all files that import changed ones, with the number of imports between them, nearest first."""
-    files = {
-        module_name(path.relative_to(ROOT)): path for name in FOLDERS for path in (ROOT / name).rglob("*.py")
-    }
+    files = {module_name(path): path for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
     importers = collections.defaultdict(set)
     for module, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            else:
-                continue
-            for name in names:
-                importers[name].add(module)
+        for name in with_packages(imports_of(path)):
+            importers[name].add(module)
     found = dict.fromkeys(map(module_name, changed), 0)
     queue = collections.deque(found)
     while queue:
@@ -86,22 +69,10 @@ def main():
         f"{len(chosen)} files import what has changed; nearest first: {chosen[0].relative_to(ROOT)}",
         flush=True,
     )
-    environment = {
-        **os.environ,
-        STARTED: str(time.time()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests")]),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "quick",
-        "-m",
-        "not slow and not long",
-        "--no-header",
-    ]
+    paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, STARTED: str(time.time()), "PYTHONPATH": paths}
+    fast = ["-m", "not slow and not long"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "quick", *fast]
     return subprocess.run([*command, *map(str, chosen)], cwd=ROOT, env=environment).returncode
 
 

@@ -1,13 +1,10 @@
 """Modules import only from lower or equal levels; planning and execution never import each other."""
 
-import ast
-import functools
 import sys
-from pathlib import Path
 
 import pytest
+from support.imports import ROOT, imports_of, module_name, with_packages
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("relibra_jax", "pallas_kernels")
 # A module may import modules of its own level and of the levels above it in this list.
 LEVELS = [
@@ -52,24 +49,6 @@ DRAWING = {f"relibra_jax.cli.{name}" for name in ("drawing", "figures", "palette
 EVERYWHERE = {"jax", "numpy"} | set(sys.stdlib_module_names) - {"pickle"}
 
 
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def imports_of(path):
-    """Return every name that a module imports, inside functions too."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return tuple(names)
-
-
 def inside(module, level):
     return f"{module}.".startswith(f"{level}.")
 
@@ -86,8 +65,7 @@ PRODUCT = MODULES | {module_name(path): path for path in sorted((ROOT / "experim
 
 def imported_modules(module):
     """Return the modules of the product that a module imports, inside functions too, with packages it imports from."""
-    names = set(imports_of(PRODUCT[module]))
-    return (names | {name.rpartition(".")[0] for name in names}) & set(PRODUCT)
+    return with_packages(imports_of(PRODUCT[module])) & set(PRODUCT)
 
 
 def own_imports(module):

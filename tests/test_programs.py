@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.compile_time import log_programs, programs_table
-from relibra_jax.execution.programs import (
+from relibra_jax.support.programs import (
     COMPILED,
     KEEP_NOTHING,
     LOWERED,

@@ -25,7 +25,7 @@ from experiments.ladder.steps import Step, run_ladder
 MINUTES: Final = 9.5
 """The default time limit of a command, in minutes."""
 SMOKE_MINUTES: Final = 25.0
-"""That of the smoke test, whose steps may hang one after the other."""
+"""The default time limit of the smoke test, in minutes: several of its steps may hang."""
 RECORD: Final = Path("out/gpu_day/day.jsonl")
 """The default record."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.gpu_day.operations import random_array
 from experiments.layer_gradients import layer_gradients, layer_output
+from experiments.rank_times import expert_gradients
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, prepare_layer
@@ -75,8 +76,8 @@ class OneRank:
 
     def experts(self, sizes: np.ndarray, *, gradients: bool = False) -> Run:
         """Return the run of only the grouped MLP, on rows that are already sorted."""
-        run = _experts_gradients if gradients else _experts
-        return functools.partial(run, self.x, self.weights, jnp.asarray(sizes), self.implementation)
+        run = expert_gradients if gradients else _experts
+        return functools.partial(run, self.x, (self.weights,), jnp.asarray(sizes), self.implementation)
 
     def _arguments(self, sizes: np.ndarray) -> tuple[Any, ...]:
         ids = jnp.asarray(self.expert_ids(sizes))
@@ -103,14 +104,5 @@ def _gradients(x, ids, gates, experts, layer, parallel):
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _experts(x, weights, sizes, implementation):
-    return grouped_mlp(x, [weights], sizes, implementation=implementation)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _experts_gradients(x, weights, sizes, implementation):
-    def call(x, weights):
-        return grouped_mlp(x, [weights], sizes, implementation=implementation)
-
-    out, pull = jax.vjp(call, x, weights)
-    return out, *pull(out)
+def _experts(x, buffers, sizes, implementation):
+    return grouped_mlp(x, buffers, sizes, implementation=implementation)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from experiments.rl.metrics import WARM_UP
-from relibra_jax.execution.programs import COMPILED, LOWERED, program_name
+from relibra_jax.support.programs import COMPILED, LOWERED, program_name
 
 
 @contextlib.contextmanager

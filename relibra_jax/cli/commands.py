@@ -11,9 +11,9 @@ from relibra_jax.cli.advise import Advise, run_advise
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.plan import MakePlan, run_plan
-from relibra_jax.execution.programs import keep_programs_unless
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import HELP, parse_options
+from relibra_jax.support.programs import keep_programs_unless
 from relibra_jax.support.suggestions import suggest_names
 
 PROGRAM: Final = "relibra"

@@ -16,7 +16,6 @@ the precision of every array.
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.programs import keep_programs
 from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.batch_sequences import SequencePacking
 from relibra_jax.nnx.checks import check_executed
@@ -26,6 +25,7 @@ from relibra_jax.nnx.layer import MoELayer, MoEOutput
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
+from relibra_jax.support.programs import keep_programs
 
 __all__ = [
     "GATINGS",

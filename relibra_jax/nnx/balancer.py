@@ -25,7 +25,6 @@ from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.programs import announce_compilation
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -50,6 +49,7 @@ from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
+from relibra_jax.support.programs import announce_compilation
 
 
 class _Planned(NamedTuple):

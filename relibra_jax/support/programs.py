@@ -10,8 +10,6 @@ from typing import Final
 
 import jax
 
-from pallas_kernels.user_cache import cache_folder
-
 LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """JAX's event between lowering a program and compiling it, with the program's name."""
 COMPILED: Final = "/jax/core/compile/backend_compile_duration"
@@ -27,7 +25,7 @@ def keep_programs(folder: str | os.PathLike | None = None) -> Path | None:
     """Make JAX keep compiled programs on disk, so that later processes load them instead of compiling again.
 
     It turns on JAX's persistent compilation cache, unless the caller has set ``jax_compilation_cache_dir`` or turned
-    the cache off (``JAX_ENABLE_COMPILATION_CACHE=false``). The first process says in one line where programs are kept.
+    the cache off (``JAX_ENABLE_COMPILATION_CACHE=false``). One line says where programs are kept, if the folder is new.
 
     Args:
         folder: the folder. None takes ``programs`` in the user's cache folder, ``~/.cache/relibra_jax``.
@@ -41,12 +39,17 @@ def keep_programs(folder: str | os.PathLike | None = None) -> Path | None:
     if not jax.config.jax_enable_compilation_cache:
         return None
     if jax.config.jax_compilation_cache_dir is None:
-        path = cache_folder() / "programs" if folder is None else Path(folder)
+        path = _user_folder() if folder is None else Path(folder)
         if not path.exists():
             print(f"relibra_jax: compiled programs are kept in {path}", file=sys.stderr)
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     return Path(jax.config.jax_compilation_cache_dir)
+
+
+def _user_folder() -> Path:
+    """Return ``programs`` in the cache folder of `pallas_kernels.user_cache`, which only execution may import."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra_jax" / "programs"
 
 
 def keep_programs_unless(args: list[str]) -> list[str]:
