@@ -1,5 +1,6 @@
 """The configuration of all tests: strict numerics, runtime checks of annotated shapes, and shared fixtures."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests use no table of tile sizes, except one that they write themselves.
 os.environ["RELIBRA_TILE_SIZES"] = ""
+# A second run of the suite reuses the compiled programs, as do the programs that tests run in processes of their own.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Two threads for each of 8 devices. With fewer, two running programs may wait for each other's threads forever.
 os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 
@@ -22,9 +26,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A second run of the suite reuses the compiled programs.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# Tracing allocates many objects that live long. Collecting them rarely saves a sixth of its time.
+gc.set_threshold(200_000, 50, 1000)
 hook = install_import_hook(["relibra_jax", "pallas_kernels", "experiments"], "beartype.beartype")
 
 # The time of examples that compile depends on the load of the machine, so there is no deadline.
@@ -41,6 +44,8 @@ collect_ignore = [
 ]
 """Programs that tests run, programs that need transformers, and a module that imports Tunix."""
 
+MOST_MAPS = 20_000
+"""The number of memory maps of a process above which a module's compiled programs are not kept for the next one."""
 SHARED = Path(__file__).parents[2] / "shared"
 
 
@@ -54,9 +59,11 @@ def shared():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Clear the compiled programs after each module: each keeps memory maps, of which Linux allows 65,530 a process."""
+    """Clear the compiled programs if they are many: each keeps memory maps, of which Linux allows 65,530 a process."""
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

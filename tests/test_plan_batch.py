@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra_jax.contract.check import check_plan
-from relibra_jax.contract.plan import rank_load, replica_experts
+from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, BatchPlan, Price, RoutingReplay, Topology
@@ -213,13 +213,22 @@ def test_plan_batch_returns_the_cheapest_round(replay, divisors, best, cost):
 
 @pytest.mark.parametrize("transfer", ["nothing", "move", "crossing", "push"])
 def test_plan_batch_compares_with_staying_where_transfers_cost_something(replay, transfer):
-    """The planner makes no replicas, so the plan with replicas of its ``replicate`` is the better one."""
-    bare = relibra(place=keep_homes, replicate=replicate_nothing)
-    planner = bare._replace(replicate=replicate_experts)
+    """The planner gathers the busiest experts on one node. They were spread before, and better so."""
+
+    def in_order(load):
+        return jnp.argsort(jnp.argsort(-load, axis=1), axis=1)
+
+    def gather(request, previous_home, topology, *, key):
+        return Placement.without_residents(in_order(request.by_expert.sum(0)), topology)
+
+    planner = relibra(place=gather)
+    spread = jnp.array([0, 4, 6, 2, 3, 7, 5, 1])[in_order(sample_load(replay, num_experts=8).sum(0))]
     price = BALANCE if transfer == "nothing" else dataclasses.replace(BALANCE, **{transfer: 1e-3})
-    batch_plan, _ = plan_batch(replay, planner, start(bare), TOPOLOGY, stages=MICRO_BATCHES, cost=price)
+    before = start(planner)._replace(home=spread)
+    batch_plan, state = plan_batch(replay, planner, before, TOPOLOGY, stages=MICRO_BATCHES, cost=price)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
-    assert (replica_experts(batch_plan.plan, TOPOLOGY) != EMPTY).any() == (transfer != "nothing")
+    assert (np.asarray(batch_plan.plan.home) == spread).all() == (transfer != "nothing")
+    np.testing.assert_array_equal(state.home, batch_plan.plan.home)
 
 
 def test_plan_batch_assigns_to_given_homes_first(replay):

@@ -113,6 +113,13 @@ class Place(Protocol):
 
 
 @runtime_checkable
+class Reorder(Protocol):
+    """Choose homes and residents for a batch from a planner's state, and return them with the state after the batch."""
+
+    def __call__(self, request: PlanRequest, state: Any, topology: Topology) -> tuple[Placement, Any]: ...
+
+
+@runtime_checkable
 class Replicate(Protocol):
     """Choose replicas and quotas for given homes and residents."""
 
@@ -134,9 +141,11 @@ class Planner(NamedTuple):
     """Makes the state before the first batch."""
     update: Update
     """Plans one batch."""
+    reorder: Reorder | None = None
+    """The first half of ``update``, for planners that have the two halves."""
     replicate: Replicate | None = None
-    """Adds replicas to homes that stay where they are. A planner that has it keeps its homes in a field ``home`` of its
-    state, a NamedTuple, and its ``update`` can start from ``request.start``. `relibra_jax.plan_batch` then never
+    """The second half: adds replicas to homes and residents. A planner with both halves keeps its homes in a field
+    ``home`` of its state, a NamedTuple, and can start from ``request.start``. `relibra_jax.plan_batch` then never
     returns a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
     such as baselines."""
     uses_transitions: bool = False

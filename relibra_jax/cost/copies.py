@@ -25,7 +25,7 @@ from relibra_jax.contract.plan import copy_source, resident_experts
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Plan, Price, Topology
 from relibra_jax.cost.traffic import Traffic, busier_way, count_experts
 from relibra_jax.routing.resident_push import push_sizes
-from relibra_jax.routing.sizes import exported_slots
+from relibra_jax.routing.sizes import exported_slots, power_of_two
 
 
 def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float[jax.Array, "M L N G"]:
@@ -99,8 +99,8 @@ def reorder_time(
         return leaving.max()
 
     most = jax.vmap(most_leaving)(source, target)
-    _, bits = jnp.frexp(jnp.maximum(most - 1, 0).astype(jnp.float32))
-    rounded = jnp.minimum(jnp.ldexp(jnp.float32(1), bits), topology.home_slots)
+    rounded = jnp.maximum(2 * power_of_two(jnp.maximum(most - 1, 0).astype(jnp.float32)), 1)
+    rounded = jnp.minimum(rounded, topology.home_slots)
     return jnp.asarray(cost.move * jnp.where(most > 0, rounded, 0.0).sum())
 
 

@@ -42,7 +42,7 @@ from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import check_plans, count_on_host, host_device, plan_on_host
+from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host, to_host
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
@@ -327,9 +327,9 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if self.planner.replicate is None:
+        if self.planner.reorder is None:
             raise ValueError(
-                "plan_ahead: the planner has no `replicate`, so its search cannot start from given homes"
+                "plan_ahead: the planner has no `reorder`, so its search cannot start from given homes"
             )
         topology = self.parallel.topology
         shape = (len(batch.lengths), self.num_layers, topology.num_experts)
@@ -340,7 +340,7 @@ class Balancer:
         key = jax.random.split(self._key, 3)[2]
         batch_number = self._batch_number
         with jax.profiler.TraceAnnotation("plan_ahead"):
-            filled = fill_unfinished(*jax.device_put((batch, finished), host_device()))
+            filled = fill_unfinished(*to_host((batch, finished)))
             (plan, *_), _ = plan_on_host(
                 filled,
                 self.planner,

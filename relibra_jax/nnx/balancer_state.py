@@ -19,7 +19,7 @@ from jaxtyping import Int, PyTree
 
 from relibra_jax.contract.types import BatchPlan, RoutingReplay
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx.stage_plans import host_device
+from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import (
     Capacities,
@@ -124,7 +124,7 @@ def count_sizes(
     begin = time.perf_counter()
     visits: list[Int[np.ndarray, "M L P N"] | None] = [None] * len(plans)
     if parallel.is_hierarchical(replay.expert_ids.shape[-1]):
-        with jax.default_device(host_device()):
+        with on_host():
             visits = [np.asarray(node_visits(replay, plan, parallel.topology)) for plan in plans]
     grown = dict(capacities)
     for plan, stage_visits in zip(plans, visits, strict=True):

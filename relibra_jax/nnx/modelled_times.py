@@ -15,7 +15,7 @@ from relibra_jax.contract.plan import expert_totals
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time
-from relibra_jax.nnx.stage_plans import host_device
+from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import Stage, first_assignment
 from relibra_jax.planning.plan_price import estimate_time
@@ -55,7 +55,7 @@ def model_stage(
         previous_home: the homes before the batch.
         moves: whether the moves of experts count in this stage.
     """
-    with jax.default_device(host_device()):
+    with on_host():
         start = first_assignment(stage, batch, price, topology)
         return _model_stage(batch_plan, start, batch, previous_home, price, topology=topology, moves=moves)
 

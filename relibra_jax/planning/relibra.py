@@ -61,11 +61,16 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> RelibraState:
         return RelibraState(contiguous_homes(topology, num_layers), key)
 
-    def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
+    def reorder(
+        request: PlanRequest, state: RelibraState, topology: Topology
+    ) -> tuple[Placement, RelibraState]:
         check_load(request.load, topology)
         key, next_key = jax.random.split(state.key)
         placement = place(request, state.home, topology, key=key)
-        plan = replicate(request, placement, topology)
-        return plan, RelibraState(plan.home, next_key)
+        return placement, RelibraState(placement.home, next_key)
 
-    return Planner(init, update, replicate)
+    def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
+        placement, state = reorder(request, state, topology)
+        return replicate(request, placement, topology), state
+
+    return Planner(init, update, reorder, replicate)

@@ -68,6 +68,12 @@ class Problem:
         return None if home is None else jnp.asarray(home, jnp.int32)
 
     @property
+    def can_stay(self) -> bool:
+        """Whether plans are compared with those that leave experts where they are."""
+        searches = self.planner.reorder is None or self.planner.replicate is None
+        return self.compare_staying and not searches and self.previous_home is not None
+
+    @property
     def no_homes(self) -> Int[jax.Array, "L E"]:
         """Homes that are all EMPTY: a search that starts from nothing."""
         shape = (self.batch.sample_load.shape[1], self.topology.num_experts)
@@ -93,52 +99,38 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         The batch plan of each stage, and the planner's state after the batch.
     """
     rounds, topology = problem.rounds, problem.topology
-    can_stay = problem.planner.replicate is not None and problem.previous_home is not None
-    can_stay &= problem.compare_staying
-    if not rounds and not can_stay:
+    if not rounds and not problem.can_stay:
         return _plan_round(problem, problem.starts, None if problem.start is None else problem.start.home)
 
-    # One loop compiles placement, the assignment of each stage and the price only once.
+    # One loop compiles placement, replication, the assignment of each stage and the price only once.
     first = int(bool(rounds) and problem.start is not None)
     ways = 3 + bool(topology.resident_slots)  # of doing less, as `_stay` has them
-    stays = ways * (1 + bool(rounds)) if can_stay else 0
+    stays = ways * (1 + bool(rounds)) if problem.can_stay else 0
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
     stages, _ = jax.eval_shape(functools.partial(_plan_round, problem), starts, problem.no_homes)
     blank = jax.tree.map(jnp.zeros_like, stages)
     nothing = _Best(blank, problem.state, jnp.float32(jnp.inf))
 
-    def run_round(number, latest: _Latest):
-        assignments = starts
-        if rounds:
-            assign = functools.partial(_assign_stages, problem)
-            inputs = (number == 0, lambda *_: starts, assign, latest.placement, latest.assignments)
-            assignments = jax.lax.cond(*inputs)
-        return _plan_round(problem, assignments, _search_start(problem, latest.placement, number))
-
-    def stay(number, latest: _Latest, best: _Best):
-        which = number - rounds - 1
-        under_best = _assignments(best.stages)
-        assignments = jax.tree.map(functools.partial(jnp.where, which < ways), starts, under_best)
-        return _stay(problem, assignments, which % ways, best.stages[0].plan.home, latest.state)
-
     def body(number, carry: tuple[_Best, _Latest]) -> tuple[_Best, _Latest]:
         best, latest = carry
-        staying = number > rounds
-        if stays:
-            result = jax.lax.cond(
-                staying, lambda: stay(number, latest, best), lambda: run_round(number, latest)
-            )
-        else:
-            result = run_round(number, latest)
+        staying, which = number > rounds, number - rounds - 1
+        assignments = starts
+        if rounds:
+            under_best = staying & (which >= ways)
+            given = jax.tree.map(functools.partial(jnp.where, under_best), _assignments(best.stages), starts)
+            assign = functools.partial(_assign_stages, problem)
+            inputs = ((number == 0) | staying, lambda *_: given, assign, latest.placement, latest.assignments)
+            assignments = jax.lax.cond(*inputs)
+        start = _search_start(problem, latest.placement, number)
+        stay = _Stay(which % ways, best.stages[0].plan.home, latest.state) if stays else None
+        stages, state = _plan_round(problem, assignments, start, staying=staying, stay=stay)
         seconds = price_stages(
-            result[0], problem.batch, topology, problem.prices, previous_home=problem.previous_home
+            stages, problem.batch, topology, problem.prices, previous_home=problem.previous_home
         )
         cheaper = functools.partial(jnp.where, seconds < best.seconds)
-        after = _Latest(result[1], _next_placement(problem, result[0], number), _assignments(result[0]))
+        after = _Latest(state, _next_placement(problem, stages, number), _assignments(stages))
         kept = functools.partial(jnp.where, staying)
-        return jax.tree.map(cheaper, _Best(result[0], result[1], seconds), best), jax.tree.map(
-            kept, latest, after
-        )
+        return jax.tree.map(cheaper, _Best(stages, state, seconds), best), jax.tree.map(kept, latest, after)
 
     latest = _Latest(problem.state, _first_placement(problem, blank), starts)
     best, _ = jax.lax.fori_loop(first, rounds + 1 + stays, body, (nothing, latest))
@@ -192,38 +184,51 @@ def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array
     return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
 
 
+class _Stay(NamedTuple):
+    """A plan without a search and without residents, in one of four ways."""
+
+    way: Array
+    """The previous homes with replicas (0) or without (1), contiguous homes (2), or the best homes (3)."""
+    best_home: Int[Array, "L E"]
+    state: Any
+    """The planner's state, whose homes become those of the plan."""
+
+
 def _plan_round(
-    problem: Problem, assignments: Sequence[Assignment], start: Int[Array, "L E"] | None
+    problem: Problem,
+    assignments: Sequence[Assignment],
+    start: Int[Array, "L E"] | None,
+    *,
+    staying: Array | bool = False,
+    stay: _Stay | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan all stages for their assignments with one call of the planner."""
+    """Plan all stages for their assignments, by a search or, if ``staying``, as ``stay`` says."""
+    planner, topology = problem.planner, problem.topology
     loads, request = _request(problem, assignments)
-    plan, state = problem.planner.update(request._replace(start=start), problem.state, problem.topology)
+    request = request._replace(start=start)
+    if stay is None:
+        plan, state = planner.update(request, problem.state, topology)
+        return _split_stages(assignments, loads, plan), state
+
+    assert planner.reorder is not None
+    assert planner.replicate is not None
+    search = functools.partial(planner.reorder, request, problem.state, topology)
+    placement, state = jax.lax.cond(staying, lambda: _stay(problem, stay), search)
+    plan = jax.lax.cond(
+        staying & (stay.way == 1),
+        lambda: without_replicas(request.by_expert, placement.home, topology),
+        lambda: planner.replicate(request, placement, topology),
+    )
     return _split_stages(assignments, loads, plan), state
 
 
-def _stay(
-    problem: Problem,
-    assignments: Sequence[Assignment],
-    which: Array,
-    best_home: Int[Array, "L E"],
-    state: Any,
-) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan without a search and without residents, in one of four ways.
-
-    They are the previous homes with replicas (0) or without (1), contiguous homes (2), and the best homes (3).
-    """
-    replicate, before, topology = problem.planner.replicate, problem.previous_home, problem.topology
-    assert replicate is not None
+def _stay(problem: Problem, stay: _Stay) -> tuple[Placement, Any]:
+    """Return the homes of a plan without a search, and the planner's state with them."""
+    before, topology = problem.previous_home, problem.topology
     assert before is not None
-    loads, request = _request(problem, assignments)
     contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
-    home = jnp.stack([before, before, contiguous, best_home])[which]
-    plan = jax.lax.cond(
-        which == 1,
-        lambda: without_replicas(request.by_expert, home, topology),
-        lambda: replicate(request, Placement.without_residents(home, topology), topology),
-    )
-    return _split_stages(assignments, loads, plan), state._replace(home=plan.home)
+    home = jnp.stack([before, before, contiguous, stay.best_home])[stay.way]
+    return Placement.without_residents(home, topology), stay.state._replace(home=home)
 
 
 def _request(
