@@ -26,6 +26,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Once more, for runs in which a plugin of pytest has imported JAX before.
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # Tracing allocates many objects that live long. Collecting them rarely saves a sixth of its time.
 gc.set_threshold(200_000, 50, 1000)
 hook = install_import_hook(["relibra_jax", "pallas_kernels", "experiments"], "beartype.beartype")

@@ -5,6 +5,7 @@ expert is counted, not predicted (ReLibra; rollout routing replay, arXiv:2510.11
 the expert ids of real tokens. `check_replay` checks the values once, on the host; all later code relies on that.
 """
 
+import functools
 import math
 from typing import Final
 
@@ -37,6 +38,7 @@ def id_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.int32)
 
 
+@functools.partial(jax.jit, static_argnames="num_experts")
 def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E"]:
     """Count the token copies that every sample sends to every expert.
 

@@ -16,6 +16,8 @@ What is transferred, and when:
                between nodes
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ from relibra_jax.routing.resident_push import push_sizes
 from relibra_jax.routing.sizes import exported_slots, power_of_two
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float[jax.Array, "M L N G"]:
     """Model the seconds in which each rank sends and receives the replicas of a layer, in all passes together.
 
@@ -59,6 +62,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
     return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def push_time(plan: Plan, topology: Topology, cost: Price) -> Float[jax.Array, ""]:
     """Model the seconds in which residents' weights are sent and their gradients returned, for all layers together.
 

@@ -109,6 +109,7 @@ def busier_way(
     return jnp.maximum(slow_sent, slow_received), jnp.maximum(fast_sent, fast_received)
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def count_traffic(
     layer_plans: LayerPlan,
     topology: Topology,
@@ -136,6 +137,7 @@ def count_traffic(
     return _hierarchical_traffic(_count_pairs(plans, topology), visits, topology)
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def count_sent(
     layer_plans: LayerPlan,
     topology: Topology,

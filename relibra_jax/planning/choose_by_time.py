@@ -15,6 +15,7 @@ from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.types import Array, Plan, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time, push_time
 from relibra_jax.cost.step_time import layer_time, rank_time
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.replication import replicate_experts
 
 
@@ -41,6 +42,7 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
     def init(topology: Topology, num_layers: int, *, key: jax.Array) -> tuple:
         return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
 
+    @compiled_update
     def update(request: PlanRequest, state: tuple, topology: Topology) -> tuple[Plan, tuple]:
         each = zip(planners, state, strict=True)
         plans, states = zip(*(p.update(request, own, topology) for p, own in each), strict=True)

@@ -82,6 +82,7 @@ def forecast_error(expected: Num[Array, "#M L E"], load: Int[Array, "M L E"]) ->
     return jnp.where(total[..., 0] > 0, jnp.abs(expected_share - share).sum(-1), 0)
 
 
+@functools.partial(jax.jit, static_argnames=("topology", "across_nodes"))
 def replication_bound(
     load: Int[Array, "M L N G E"], home: Int[Array, "L E"], topology: Topology, *, across_nodes: bool = False
 ) -> Int[jax.Array, "M L"]:
@@ -116,6 +117,7 @@ def replication_bound(
     return jax.vmap(jax.vmap(one_layer), (0, None))(expert_totals(load), layout)
 
 
+@jax.jit
 def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
     """Count the token copies that dispatch sends to another node; combine brings the same number back.
 

@@ -29,6 +29,7 @@ PASSES: Final = 4
 slots do not divide evenly over them, there are fewer passes."""
 
 
+@functools.partial(jax.jit, static_argnames="count")
 def choose_residents(
     tokens: TokenBits | None,
     copies: Float[jax.Array, "N E L"],
@@ -106,6 +107,7 @@ def homes_on_nodes(home: Int[Array, "L E"], topology: Topology) -> Bool[jax.Arra
     return home_node[:, None] == jnp.arange(topology.num_nodes)[None, :, None]
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def residents_to_ranks(
     resident: Bool[jax.Array, "N E"],
     load: Float[jax.Array, "N E"],
@@ -138,6 +140,7 @@ def residents_to_ranks(
     return jax.vmap(one_node)(jnp.arange(topology.num_nodes), resident, load)
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def residents_on_ranks(
     resident: Bool[jax.Array, "N E L"],
     copies: Float[jax.Array, "N E L"],

@@ -214,11 +214,9 @@ def _plan_round(
     assert planner.replicate is not None
     search = functools.partial(planner.reorder, request, problem.state, topology)
     placement, state = jax.lax.cond(staying, lambda: _stay(problem, stay), search)
-    plan = jax.lax.cond(
-        staying & (stay.way == 1),
-        lambda: without_replicas(request.by_expert, placement.home, topology),
-        lambda: planner.replicate(request, placement, topology),
-    )
+    replicate = functools.partial(planner.replicate, request, placement, topology)
+    bare = functools.partial(without_replicas, request.by_expert, placement.home, topology)
+    plan = jax.lax.cond(staying & (stay.way == 1), bare, replicate)
     return _split_stages(assignments, loads, plan), state
 
 

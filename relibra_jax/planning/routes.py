@@ -4,8 +4,10 @@ A few thousand tokens are enough to estimate the number of distinct tokens that 
 layer is then known to about 1%.
 """
 
+import functools
 from typing import Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
@@ -50,6 +52,11 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     ([0, 1, 3, 4, 5], [0, 0, 1, 1, 1])
     """
     check_integer("count", count, least=1, most=MOST_TOKENS)
+    return _sample(replay, count)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sample(replay: RoutingReplay, count: int) -> Routes:
     mask = jnp.asarray(replay.mask)
     counts = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
     total = counts[-1]

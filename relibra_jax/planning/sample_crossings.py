@@ -1,5 +1,6 @@
 """Count the crossings of each sample, for every node to which it may be assigned."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,7 @@ MOST_VISITS: Final = 1 << 22
 """The most visits counted at a time, over all groups of layers, if the number of tokens divides by a power of two."""
 
 
+@functools.partial(jax.jit, static_argnames=("topology", "hierarchical", "groups"))
 def crossings_by_node(
     batch: Batch, placement: Placement, topology: Topology, *, hierarchical: bool, groups: int = 1
 ) -> Float[jax.Array, "B N N groups"]:

@@ -7,6 +7,7 @@ a bitwise OR and its size is a population count. Tokens are grouped by micro-bat
 group fills whole words, so the counts are available for every pair of nodes.
 """
 
+import functools
 from typing import Final, NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ class TokenBits(NamedTuple):
         return TokenBits(self.bits[..., ::2, :], weight), TokenBits(self.bits[..., 1::2, :], weight)
 
 
+@functools.partial(jax.jit, static_argnames=("topology", "num_micro_batches", "scale"))
 def token_bits(
     routes: PlacedRoutes, topology: Topology, *, num_micro_batches: int, scale: int = 1
 ) -> TokenBits:

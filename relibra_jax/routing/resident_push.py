@@ -13,6 +13,7 @@ residents alone, so every rank can compute it.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ def push_tables(
     return PushTables(places(exported), place, arrival)
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def push_counts(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology
 ) -> tuple[Int[jax.Array, " P"], Int[jax.Array, "N N"]]:

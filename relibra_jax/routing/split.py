@@ -8,6 +8,8 @@ overlap (the north-west corner rule). So the result is exact, in integers, and d
 The functions work on one layer of one micro-batch; callers vmap them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jaxtyping import Int
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S"]:
     """Count the token copies that each source rank sends to each slot, in one layer of one micro-batch.
 
@@ -81,6 +84,7 @@ def pair_load(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
     return sent
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) -> LayerPlan:
     """Fit the quotas of a layer plan to another load, for routing that the plan was not made for.
 

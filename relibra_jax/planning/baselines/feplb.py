@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.baselines.whole_moves import all_at_home, move_whole
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.support.limits import check_integer
 
@@ -52,8 +52,8 @@ def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
     check_integer("dynamic", dynamic, least=0)
     check_integer("min_tokens", min_tokens, least=1)
 
+    @compiled_update
     def update(request: PlanRequest, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
-        check_load(request.load, topology)
         load = request.by_expert
         home = kept_homes(load, state, topology)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import jax
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.replication import without_replicas
 
@@ -38,8 +38,8 @@ def replicate_from_fixed_homes(replicate: Replicate, *, packed: bool, across_nod
             return init_homes(topology, num_layers, key=key)
         return KeptHomes(contiguous_homes(topology, num_layers))
 
+    @compiled_update
     def update(request: PlanRequest, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
-        check_load(request.load, topology)
         load = request.by_expert
         home = kept_homes(load, state, topology) if packed else state.home
         if not topology.replica_slots:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num, PRNGKeyArray
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.planner import Init, Planner, PlanRequest, Transitions
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
+from relibra_jax.planning.compiled_update import compiled_update
 
 SCOPES: Final = ("batch", "micro_batch")
 """How often a planner may choose replicas."""
@@ -268,8 +268,8 @@ def plan_expected(
         no_homes = jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32)
         return PlacedState(forecast.init(topology, num_layers, key=key), no_homes)
 
+    @compiled_update
     def update(request: PlanRequest, state: PlacedState, topology: Topology) -> tuple[Plan, PlacedState]:
-        check_load(request.load, topology)
         load = request.by_expert
         for_homes, expected, forecast_state = expect_loads(
             forecast, load, state.seen, scope=scope, transitions=request.transitions

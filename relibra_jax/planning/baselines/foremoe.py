@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes, inverse_permutation
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Plan, Topology
 from relibra_jax.planning.baselines.kept_homes import sum_of_maxima
 from relibra_jax.planning.baselines.whole_moves import Spread, all_at_home, move_whole
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.support.limits import check_not_negative
 
@@ -88,8 +88,8 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
         del key
         return ForemoeState(contiguous_homes(topology, num_layers))
 
+    @compiled_update
     def update(request: PlanRequest, state: ForemoeState, topology: Topology) -> tuple[Plan, ForemoeState]:
-        check_load(request.load, topology)
         load = request.by_expert
         mean = _mean_load(load)
         new_home = jax.vmap(functools.partial(_exchange_homes, num_ranks=topology.num_ranks))(

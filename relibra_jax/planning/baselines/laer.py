@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import assemble_plan, home_layout
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Price, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import merge_copies
 from relibra_jax.support.limits import check_integer
 
@@ -70,9 +70,9 @@ def laer(*, perturbations: int = 32) -> Planner:
     """
     check_integer("perturbations", perturbations, least=0)
 
+    @compiled_update
     def update(request: PlanRequest, state: KeptHomes, topology: Topology) -> tuple[Plan, KeptHomes]:
         load = request.load
-        check_load(load, topology)
         home = kept_homes(request.by_expert, state, topology)
         experts = home_layout(home, topology).reshape(home.shape[0], -1)
         by_rank = jnp.asarray(load, jnp.int32).reshape(*load.shape[:2], topology.num_ranks, -1)

@@ -1,9 +1,9 @@
 """Megatron-LM's contiguous placement, the reference for all other planners."""
 
-from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
+from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.replication import without_replicas
 
 
@@ -25,8 +25,8 @@ def static() -> Planner:
         del topology, num_layers, key
         return ()
 
+    @compiled_update
     def update(request: PlanRequest, state: tuple[()], topology: Topology) -> tuple[Plan, tuple[()]]:
-        check_load(request.load, topology)
         load = request.by_expert
         return without_replicas(load, contiguous_homes(topology, load.shape[1]), topology), state
 
