@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims lint types quick test test-slow docs bench aot check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims lint types quick test test-slow all-tests docs bench aot check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ test: $(VENV)/installed  ## run the fast tests, examples in docstrings among the
 test-slow: $(VENV)/installed  ## run the tests that take several seconds each
 	$(RUN) -m pytest -m "slow and not long"
 
+all-tests: $(VENV)/installed  ## run all tests but the long ones, in one run that shares compiled programs
+	$(RUN) -m pytest
+
 docs: $(VENV)/installed  ## build the documentation site in out/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir out/site
 
@@ -49,7 +52,7 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
-check: lint types test test-slow docs  ## what CI runs with the locked versions: all but the long tests
+check: lint types all-tests docs  ## what CI runs with the locked versions: all but the long tests
 	$(if $(AOT_HERE),$(MAKE) aot,@echo "make aot skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
 
 # What every user meets first, and what a plan and a layer promise.

@@ -66,7 +66,10 @@ def forget_programs():
     yield
     maps = Path("/proc/self/maps")
     if not maps.exists() or len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        gc.unfreeze()
         jax.clear_caches()
+        gc.collect()
+    gc.freeze()  # What a module leaves stays, so later collections need not look at it.
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,10 @@ def batch(shared):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "in_given_order", "one_slot", "assigned", "across"),
-    [(2, 1.024, 1.032, 1.017, 1.004), (4, 1.080, 1.090, 1.062, 1.007)],
+    [
+        pytest.param(2, 1.024, 1.032, 1.017, 1.004, marks=pytest.mark.long),
+        (4, 1.080, 1.090, 1.062, 1.007),
+    ],
 )
 def test_relibra_balances_a_recorded_batch(batch, nodes, in_given_order, one_slot, assigned, across):
     """Plan 32 micro-batches of 8 samples on nodes of 4 ranks."""

@@ -14,7 +14,13 @@ from relibra_jax.evaluation.thresholds import Point, route_some_evenly, threshol
 from relibra_jax.traces.read import read_trace
 
 
-@pytest.fixture(scope="module", params=["three strategies", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("three strategies", marks=pytest.mark.slow),
+        pytest.param("all", marks=pytest.mark.long),
+    ],
+)
 def advised(request, tmp_path_factory):
     """Return the JSON report and the files of a small run."""
     out = tmp_path_factory.mktemp("advise")

@@ -169,7 +169,7 @@ def test_assign_in_order_makes_even_runs(samples, micro_batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "bound"), [(2, 1.016), (4, 1.060)])
+@pytest.mark.parametrize(("nodes", "bound"), [pytest.param(2, 1.016, marks=pytest.mark.long), (4, 1.060)])
 def test_assign_samples_balances_recorded_loads(shared, nodes, bound):
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
     ends, order = np.cumsum(trace["lengths"]), np.random.default_rng(0).permutation(352)[:256]

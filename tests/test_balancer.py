@@ -201,7 +201,7 @@ def test_to_ranks_puts_sequences_on_the_ranks_of_their_samples():
 
 
 def test_prepare_assigns_samples_unless_assign_is_none():
-    run = Run(static(), options=IN_ORDER | {"assign": assign_samples})
+    run = Run(static(), options=IN_ORDER | {"assign": assign_samples, "cost": "balance"})
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
     assert (sample.ravel() != np.asarray(Run(static()).prepare().batch_plan.assignment.sample).ravel()).any()
@@ -255,7 +255,8 @@ def test_plan_ahead_starts_the_search_of_the_next_batch():
 
 
 def test_plan_ahead_is_dropped_after_prepare_or_discard(monkeypatch):
-    run, plain = Run(REORDERING), Run(REORDERING)
+    options = IN_ORDER | {"cost": "balance"}
+    run, plain = Run(REORDERING, options=options), Run(REORDERING, options=options)
     search = balancer_module.plan_on_host
 
     def late(*arguments, **options):

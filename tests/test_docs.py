@@ -59,7 +59,17 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in text_of(page)])
+SLOW_PAGES = ("counts", "comparing-planners", "sharing-a-cluster")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (Path(page).stem in SLOW_PAGES))
+        for page in PAGES
+        if ">>> " in text_of(page)
+    ],
+)
 def test_doctests_print_what_the_page_says(page, folder):
     result = doctest.testfile(str(ROOT / page), module_relative=False)
     assert result.attempted

@@ -118,11 +118,17 @@ def assert_same_bits(actual, desired):
     assert (np.asarray(actual[0].plan.home) != np.arange(EXPERTS)).any(), "nothing was worth a move"
 
 
-LONG = pytest.mark.long
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("residents", "stages"), [(0, 1), (1, 2), pytest.param(0, 2, marks=LONG), pytest.param(1, 1, marks=LONG)]
+    ("residents", "stages"),
+    [
+        (0, 1),
+        pytest.param(1, 2, marks=SLOW),
+        pytest.param(0, 2, marks=LONG),
+        pytest.param(1, 1, marks=LONG),
+    ],
 )
 def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     topology = topology_of(2, 4, residents)
@@ -138,6 +144,7 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
 
 
+@SLOW
 @pytest.mark.parametrize("residents", [pytest.param(0, marks=LONG), 1])
 @pytest.mark.parametrize(("nodes", "local"), [pytest.param(2, 8, marks=LONG), (4, 8)])
 def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):

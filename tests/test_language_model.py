@@ -207,6 +207,7 @@ def test_language_model_routes_live_under_a_plan_of_another_load():
     np.testing.assert_allclose(np.where(MASK[..., None], output.logits[::-1], 0), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewest_read", [2, pytest.param(64, marks=pytest.mark.long)])
 def test_language_model_token_by_token_equals_the_whole_sequence(fewest_read, monkeypatch):
     """The result depends neither on the cache columns of a sample's tokens nor on the number of columns read."""

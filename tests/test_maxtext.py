@@ -126,7 +126,10 @@ def assert_equal(result, expected):
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.long) for layout in LAYOUTS[1:])],
+    [
+        pytest.param(LAYOUTS[0], marks=pytest.mark.slow),
+        *(pytest.param(layout, marks=pytest.mark.long) for layout in LAYOUTS[1:]),
+    ],
     ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}",
 )
 def test_reorder_experts_lets_training_go_on_bit_for_bit(layout):

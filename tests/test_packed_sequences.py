@@ -82,6 +82,7 @@ def test_packed_sequences_give_the_results_of_padded_sequences():
         np.testing.assert_allclose(other, leaf, atol=1e-5 * largest, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_packed_sequences_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)

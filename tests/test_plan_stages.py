@@ -102,7 +102,11 @@ SPLIT_COSTS = (COSTS[0], COSTS[1], COSTS[1])
 
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["packed", "assigned"])
 @pytest.mark.parametrize(
-    "compiled", [pytest.param(False, marks=pytest.mark.long, id="eager"), pytest.param(True, id="jit")]
+    "compiled",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="eager"),
+        pytest.param(True, id="jit", marks=pytest.mark.slow),
+    ],
 )
 def test_stages_never_exchange_samples_of_updates(replay, assign, compiled):
     def split(replay, state):

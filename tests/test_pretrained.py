@@ -73,12 +73,14 @@ def assert_same_bits(tensors, expected):
         assert tensors[key].tobytes() == np.ascontiguousarray(value).tobytes(), key
 
 
-OTHERS = ("olmoe", "qwen3_moe_bfloat16", "qwen3_moe_dense", "qwen3_moe_fused")
+def marks_of(name):
+    """Return the marks of a checkpoint whose logits are computed: every one takes some seconds to compile."""
+    return {"qwen3_moe": (), "glm4_moe": pytest.mark.slow, "mixtral": pytest.mark.slow}.get(
+        name, pytest.mark.long
+    )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in OTHERS else ()) for name in CHECKPOINTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CHECKPOINTS])
 def test_load_pretrained_gives_logits_of_transformers_live_and_replayed(name):
     reference = np.load(FOLDER / name / "logits.npz")
     tokens, logits = reference["tokens"], reference["logits"]

@@ -237,6 +237,7 @@ def whole():
         return run, homes
 
 
+@pytest.mark.slow
 def test_training_with_plans_and_reorders_is_the_same(whole):
     run, homes = whole
     moved = [(now != before).any() for before, now in itertools.pairwise(homes)]
