@@ -77,6 +77,13 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+@nnx.jit
+def make_model() -> tuple[Model, nnx.Optimizer]:
+    """Make the model and its optimizer in one program."""
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
 def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
     """Yield random batches in place of rollouts: tokens, and the experts that they used.
 
@@ -118,8 +125,7 @@ def main(batches: int = 10, planner: Planner | None = None) -> list[float]:
         The loss of every batch.
     """
     keep_programs()
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    model, optimizer = make_model()
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY)
     balancer = Balancer(
         planner or relibra(),
