@@ -201,7 +201,7 @@ def test_to_ranks_puts_sequences_on_the_ranks_of_their_samples():
 
 
 def test_prepare_assigns_samples_unless_assign_is_none():
-    run = Run(static(), options=IN_ORDER | {"assign": assign_samples, "cost": "balance"})
+    run = Run(static(), options=IN_ORDER | {"assign": assign_samples})
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
     assert (sample.ravel() != np.asarray(Run(static()).prepare().batch_plan.assignment.sample).ravel()).any()

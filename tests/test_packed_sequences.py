@@ -96,6 +96,7 @@ def test_packed_sequences_have_little_padding_and_every_token():
     assert (unpacked.parallel.num_sequences or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
 
 
+@pytest.mark.slow
 def test_packed_sequences_reject_samples_not_aligned_left():
     model, _, balancer = prepared(True)
     mask = MASK.copy()

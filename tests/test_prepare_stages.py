@@ -217,6 +217,7 @@ def test_residents_of_an_update_have_the_weights_after_the_previous_one():
     assert abs(losses[1] - losses[0]) > 1e-4
 
 
+@pytest.mark.slow
 def test_stages_of_one_shape_share_program_and_sizes():
     run = Run()
     recompute, first, second = run.prepare()

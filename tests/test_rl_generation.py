@@ -98,6 +98,7 @@ def test_generate_log_probs_and_routes_equal_those_of_one_forward_pass():
     check_replay(replay, num_experts=CONFIG.num_experts)
 
 
+@pytest.mark.slow
 def test_generate_stops_at_any_of_several_ends():
     _, other = ends = (EOS, 5)
     actual, one = sample(temperature=1.5, top_p=0.9, ends=ends), drawn()

@@ -246,6 +246,7 @@ def test_training_with_plans_and_reorders_is_the_same(whole):
     assert largest_difference(run.logical(), train_dense()[-1]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_training_under_static_is_the_same(whole):
     still = Run(2, 4, "static")
     still.train(0, STEPS)
