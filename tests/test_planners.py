@@ -184,7 +184,7 @@ def test_planner_orders_copies_canonically(run, topology, kind):
         assert slots.tolist() == ordered + [EMPTY] * (len(slots) - len(experts))
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 @pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].across_nodes], indirect=True)
 def test_planner_replicates_across_nodes_only_where_the_table_says_so(run, topology):
     load = make_load("one_hot", topology)
@@ -229,7 +229,7 @@ def test_plan_request_facts_are_all_tested():
 
 
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 def test_planner_takes_every_fact_of_a_request(name, across_nodes, topology):
     """With all facts plans are valid, a second call does not compile again, and facts that are read matter."""
     planner, load = compiled(name, topology), make_load("zipf", topology)
@@ -244,7 +244,7 @@ def test_planner_takes_every_fact_of_a_request(name, across_nodes, topology):
     assert all(same) == (name not in READS)
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 def test_planner_ignores_facts_that_it_does_not_read(run, name, topology):
     """Facts that a planner does not read cause no error and no other plan."""
     planner, load = compiled(name, topology), make_load("zipf", topology)
@@ -322,7 +322,7 @@ def test_planner_types_are_checked_by_mypy(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 def test_planner_works_under_vmap_and_scan(run, name, across_nodes, topology):
     """Batches in a scan and data-parallel groups in a vmap have the same plans as single calls."""
     kinds = (("zipf", "uniform"), ("shifting", "zipf"))
@@ -401,7 +401,7 @@ def test_eplb_without_copies_works_without_jit():
     [pytest.param(name, marks=pytest.mark.long if name not in ("eplb", "lplb") else ()) for name in PLANNERS],
     indirect=True,
 )
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 def test_planner_ignores_double_precision(run, name, topology):
     load = make_load("zipf", topology)
     with jax.enable_x64(True):
@@ -431,7 +431,7 @@ def test_planner_works_without_jit(name):
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 def test_planner_gives_valid_plans_for_any_load(run, across_nodes, topology, data):
     """Plans are valid for arbitrary counts of a few experts, with zero or random loads for the others."""
     shape = (MICRO_BATCHES, LAYERS, topology.num_nodes, topology.ranks_per_node, topology.num_experts)
