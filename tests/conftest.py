@@ -47,8 +47,9 @@ collect_ignore = [
 ]
 """Programs that tests run, programs that need transformers, and a module that imports Tunix."""
 
-MOST_MAPS = 20_000
-"""The number of memory maps of a process above which a module's compiled programs are not kept for the next one."""
+MOST_MAPS = 4_000
+"""The number of memory maps of a process above which a module's compiled programs are not kept for the next one. The
+process then takes about two GB."""
 SHARED = Path(__file__).parents[2] / "shared"
 
 
@@ -68,8 +69,8 @@ def forget_programs():
     if not maps.exists() or len(maps.read_bytes().splitlines()) > MOST_MAPS:
         gc.unfreeze()
         jax.clear_caches()
-        gc.collect()
-    gc.freeze()  # What a module leaves stays, so later collections need not look at it.
+    gc.collect()
+    gc.freeze()  # What a module leaves alive stays, so later collections need not look at it.
 
 
 @pytest.fixture(scope="module")

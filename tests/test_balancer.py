@@ -277,7 +277,7 @@ def test_plan_ahead_is_dropped_after_prepare_or_discard(monkeypatch):
 def test_plan_ahead_rejects_planners_and_counts_that_do_not_fit():
     counts = counts_of(0)
     everything = np.ones(SAMPLES, bool)
-    with pytest.raises(ValueError, match="the planner has no `reorder`"):
+    with pytest.raises(ValueError, match="the planner has no `reorder` and `replicate`"):
         Run().balancer.plan_ahead(counts, everything)
     balancer = Run(REORDERING).balancer
     with pytest.raises(ValueError, match="none of 10 samples has finished"):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support.costs import CLUSTER, MODEL, NEEDED
-from support.plans import compiled_update, random_plan, random_routing
+from support.plans import compiled_planner, random_plan, random_routing
 
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
@@ -73,7 +73,7 @@ def test_least_time_is_at_most_the_time_of_planners(name, residents):
         assignment = assign_in_order(16, where, num_micro_batches=2)
         load = expert_load(replay, assignment, num_experts=EXPERTS)
         state = PLANNERS[name].planner.init(where, 2, key=jax.random.key(0))
-        plan, _ = compiled_update(name, where)(load, state)
+        plan, _ = compiled_planner(name, where)(load, state)
         not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across)
 
 

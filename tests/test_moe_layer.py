@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from support.dense import assert_close as assert_within
 from support.dense import mixture
-from support.plans import compiled_update, load_of, random_plan
+from support.plans import compiled_planner, load_of, random_plan
 
 from relibra_jax.contract.types import EMPTY, Topology, layer_plans
 from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, optimizer_layers, rank_sharding
@@ -407,7 +407,7 @@ def train(*, planned):
         load = load_of(np.swapaxes(ids.reshape(LAYERS, 2, 4, -1, TOP_K), 0, 1), SMALL)
         plan = random_plan(np.random.default_rng(batch), load, SMALL)
         if not planned:
-            plan = compiled_update("static", SMALL)(load, ())[0]
+            plan = compiled_planner("static", SMALL)(load, ())[0]
         reorder_experts(model, optimizer, plan.home, mesh=COPIES.mesh, topology=SMALL)
         of_layers = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), layer_plans(plan, load))
         losses.append(train_step(model, optimizer, ids, of_layers))

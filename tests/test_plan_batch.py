@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra_jax.contract.check import check_plan
-from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.plan import rank_load, replica_experts
 from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, BatchPlan, Price, RoutingReplay, Topology
@@ -228,6 +228,7 @@ def test_plan_batch_compares_with_staying_where_transfers_cost_something(replay,
     batch_plan, state = plan_batch(replay, planner, before, TOPOLOGY, stages=MICRO_BATCHES, cost=price)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
     assert (np.asarray(batch_plan.plan.home) == spread).all() == (transfer != "nothing")
+    assert (replica_experts(batch_plan.plan, TOPOLOGY) != EMPTY).any()
     np.testing.assert_array_equal(state.home, batch_plan.plan.home)
 
 

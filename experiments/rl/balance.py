@@ -109,13 +109,10 @@ def measure_copies(
 def _crossings(batch: PreparedBatch) -> int:
     """Count the crossings of all layers at dispatch: tokens on the hierarchical path, token copies on the flat one."""
     if batch.visits is None:
-        return int(np.asarray(_crossing_copies(batch.batch_plan.layer_plans())).sum(dtype=np.int64))
+        return int(np.asarray(cross_node_load(batch.batch_plan.layer_plans())).sum(dtype=np.int64))
     topology = batch.parallel.topology
     other_node = ~np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
     return int(np.where(other_node, batch.visits, 0).sum(dtype=np.int64))
-
-
-_crossing_copies = jax.jit(cross_node_load)
 
 
 def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:

@@ -145,8 +145,9 @@ class Planner(NamedTuple):
     """The first half of ``update``, for planners that have the two halves."""
     replicate: Replicate | None = None
     """The second half: adds replicas to homes and residents. A planner with both halves keeps its homes in a field
-    ``home`` of its state, a NamedTuple, and can start from ``request.start``. `relibra_jax.plan_batch` then never
-    returns a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
+    ``home`` of its state, a NamedTuple, and can start from ``request.start``. Where transfers are paid for,
+    `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan, and never returns
+    a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
     such as baselines."""
     uses_transitions: bool = False
     """Whether ``update`` reads ``request.transitions``, which take long to count."""

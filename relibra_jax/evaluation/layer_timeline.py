@@ -60,8 +60,8 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
         batch.batch_plan.assignment, batch.lengths, cost, sequence_length=batch.sequence_length
     )
     times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
-    rows = _count_sent(layer_plans, topology, cost, visits=visits)
-    needed = _count_traffic(layer_plans, topology, visits=visits).slow_sent
+    rows = count_sent(layer_plans, topology, cost, visits=visits)
+    needed = count_traffic(layer_plans, topology, visits=visits).slow_sent
 
     def at_place(part: Array) -> np.ndarray:
         return np.asarray(part, float)[place].ravel()
@@ -83,4 +83,4 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
     )
 
 
-_rank_time, _count_sent, _count_traffic = jax.jit(rank_time), jax.jit(count_sent), jax.jit(count_traffic)
+_rank_time = jax.jit(rank_time)

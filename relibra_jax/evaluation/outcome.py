@@ -68,7 +68,7 @@ class Outcome:
     def bound(self) -> float:
         """The imbalance if every layer and micro-batch reached its replication bound, given the homes."""
         bounds = [
-            _replication_bound(
+            replication_bound(
                 batch.batch_plan.load,
                 batch.batch_plan.plan.home,
                 topology=self.setting.topology,
@@ -278,9 +278,6 @@ def table_columns(outcome: Outcome) -> list[Column[Any]]:
     """Return the columns of the table: those with a heading, and those of residents only with resident slots."""
     residents = outcome.setting.topology.resident_slots > 0
     return [each for each in COLUMNS if each.heading and (residents or not each.with_residents)]
-
-
-_replication_bound = jax.jit(replication_bound, static_argnames=("topology", "across_nodes"))
 
 
 def _mean_seconds(times: list[BatchTime], name: str = "total") -> float:

@@ -48,7 +48,7 @@ def count_crossings(
         shared_link: whether the ranks of a node share a link, so that the busiest node counts and not the busiest rank.
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
-    traffic = _count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
+    traffic = count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
     slow = np.stack([traffic.slow_sent, traffic.slow_received]).astype(float)
     if shared_link:
         slow = slow.mean(-1)[..., None]
@@ -114,5 +114,4 @@ def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> 
     return node_visits(batch.replay, batch.batch_plan._replace(plan=plan), topology)
 
 
-_count_traffic = jax.jit(count_traffic)
 _without_replicas = jax.jit(without_replicas)

@@ -327,9 +327,9 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if self.planner.reorder is None:
+        if self.planner.reorder is None or self.planner.replicate is None:
             raise ValueError(
-                "plan_ahead: the planner has no `reorder`, so its search cannot start from given homes"
+                "plan_ahead: the planner has no `reorder` and `replicate`, so its search cannot start from given homes"
             )
         topology = self.parallel.topology
         shape = (len(batch.lengths), self.num_layers, topology.num_experts)

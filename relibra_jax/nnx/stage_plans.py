@@ -33,14 +33,20 @@ full search within 0.1%, in 0.4 of its time; one round misses it by up to 0.3%
 def on_host() -> contextlib.AbstractContextManager:
     """Compute on the host's CPU in a block.
 
-    Where JAX computes on CPUs anyway nothing changes, so that callers of the pure functions share the programs.
+    Where JAX computes on CPUs anyway nothing changes, so that `Balancer` and callers of the pure functions share
+    compiled programs.
     """
     return contextlib.nullcontext() if _is_host() else jax.default_device(_host_device())
 
 
 def to_host[T](tree: T) -> T:
-    """Put arrays on the host's CPU; where JAX computes on CPUs anyway they stay as they are."""
-    return tree if _is_host() else jax.device_put(tree, _host_device())
+    """Put arrays on one CPU device of the host; those that are on a single CPU device already stay as they are."""
+
+    def put(leaf: Any) -> Any:
+        stays = _is_host() and not (isinstance(leaf, jax.Array) and len(leaf.devices()) > 1)
+        return leaf if stays else jax.device_put(leaf, _host_device())
+
+    return jax.tree.map(put, tree)
 
 
 def _is_host() -> bool:

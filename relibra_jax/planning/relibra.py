@@ -9,6 +9,7 @@ composes the two; pass options to either one with ``functools.partial``.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_load
@@ -67,6 +68,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         check_load(request.load, topology)
         key, next_key = jax.random.split(state.key)
         placement = place(request, state.home, topology, key=key)
+        placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
         return placement, RelibraState(placement.home, next_key)
 
     def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:

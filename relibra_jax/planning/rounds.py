@@ -70,8 +70,8 @@ class Problem:
     @property
     def can_stay(self) -> bool:
         """Whether plans are compared with those that leave experts where they are."""
-        searches = self.planner.reorder is None or self.planner.replicate is None
-        return self.compare_staying and not searches and self.previous_home is not None
+        halves = self.planner.reorder is not None and self.planner.replicate is not None
+        return self.compare_staying and halves and self.previous_home is not None
 
     @property
     def no_homes(self) -> Int[jax.Array, "L E"]:
@@ -85,9 +85,9 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
 
     The plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds is returned. For a planner with
-    ``replicate``, and where transfers are paid for, it also costs no more than to leave the experts at their homes,
-    with or without replicas, to bring them to contiguous homes, or to do without residents, each under the first and
-    under the best assignment.
+    ``reorder`` and ``replicate``, and where transfers are paid for, it also costs no more than to leave the experts at
+    their homes, with or without replicas, to bring them to contiguous homes, or to do without residents, each under the
+    first and under the best assignment.
 
     From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
     experts at nearly equal balance (``python -m experiments.bench_warm_start``).

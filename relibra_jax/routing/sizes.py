@@ -247,7 +247,7 @@ def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
 
 
 def power_of_two(size: Float[Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
-    """Return the largest power of two that is at most each size; 0 for sizes of 0, which must not be negative.
+    """Return the largest power of two that is at most each size, and 0 for 0. Sizes must not be negative.
 
     It clears the fraction of the floating-point number: one operation, where `jax.numpy.frexp` compiles fifty.
 

@@ -197,7 +197,7 @@ def _some(rng, candidates, slots, fill, home):
 
 
 @functools.cache
-def compiled_update(name: str, topology: Topology) -> Callable:
+def compiled_planner(name: str, topology: Topology) -> Callable:
     """Return ``(load, state) -> (Plan, state)`` of the planner ``name`` of PLANNERS, compiled once per topology."""
     update = PLANNERS[name].planner.update
     return jax.jit(lambda load, state: update(PlanRequest(load), state, topology))
@@ -212,5 +212,5 @@ def planned(name: str, topology: Topology, load: np.ndarray) -> Plan:
     """
     load = jnp.asarray(load, jnp.int32)
     state = PLANNERS[name].planner.init(topology, load.shape[1], key=jax.random.key(0))
-    plan, _ = compiled_update(name, topology)(load, state)
+    plan, _ = compiled_planner(name, topology)(load, state)
     return jax.tree.map(np.asarray, plan)

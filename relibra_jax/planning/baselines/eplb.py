@@ -117,6 +117,7 @@ def pack_homes(
     return jax.vmap(inverse_permutation)(physical.physical_to_logical)
 
 
+@functools.cache
 def eplb(
     *,
     loads: str = "true",

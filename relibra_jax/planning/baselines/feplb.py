@@ -3,6 +3,8 @@
 Source: arXiv 2604.19654. Its code is not public, so this module follows the text of the paper.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
@@ -16,6 +18,7 @@ from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.support.limits import check_integer
 
 
+@functools.cache
 def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
     """Make a planner from FEPLB, with fixed homes and moves of whole experts inside nodes.
 

@@ -40,6 +40,7 @@ class ForemoeState(NamedTuple):
     """The homes of this batch, from which the next base placement starts."""
 
 
+@functools.cache
 def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
     """Make a planner from ForeMoE, with homes that are fixed during a batch.
 

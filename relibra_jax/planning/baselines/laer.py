@@ -31,6 +31,7 @@ from relibra_jax.support.limits import check_integer
 _MAX = np.int32(np.iinfo(np.int32).max)
 
 
+@functools.cache
 def laer(*, perturbations: int = 32) -> Planner:
     """Make a planner from LAER-MoE, with fixed homes and with replicas on any node.
 

@@ -17,6 +17,7 @@ from relibra_jax.planning.baselines.spill import spill
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 
+@functools.cache
 def llep(
     *,
     capacity: float | None = None,

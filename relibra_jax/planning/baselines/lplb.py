@@ -96,6 +96,7 @@ def split_over_edges(
     return flow.reshape(edges.shape) * mean
 
 
+@functools.cache
 def lplb(
     *,
     graph: str | None = None,

@@ -22,6 +22,7 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 
 
+@functools.cache
 def moonep(*, packed: bool = False, across_nodes: bool = False) -> Planner:
     """Make a planner from MoonEP: homes stay, and the ranks of a domain get equal loads.
 

@@ -23,6 +23,7 @@ from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.per_node import plan_per_node
 
 
+@functools.cache
 def popfetcher(*, packed: bool = False) -> Planner:
     """Make a planner from PopFetcher, which copies experts inside their node by loads predicted from the layer below.
 

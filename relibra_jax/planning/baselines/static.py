@@ -1,5 +1,7 @@
 """Megatron-LM's contiguous placement, the reference for all other planners."""
 
+import functools
+
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
@@ -7,6 +9,7 @@ from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.replication import without_replicas
 
 
+@functools.cache
 def static() -> Planner:
     """Make a planner of Megatron-LM's contiguous placement: expert ``e`` has flat home slot ``e``, without copies.
 

@@ -19,6 +19,7 @@ QUICK_TRIES = 3
 """The number of thresholds that UltraEP tries before it searches."""
 
 
+@functools.cache
 def ultraep(
     *,
     tolerance: float = 0.01,
