@@ -47,9 +47,6 @@ collect_ignore = [
 ]
 """Programs that tests run, programs that need transformers, and a module that imports Tunix."""
 
-MOST_MAPS = 4_000
-"""The number of memory maps of a process above which a module's compiled programs are not kept for the next one. The
-process then takes about two GB."""
 SHARED = Path(__file__).parents[2] / "shared"
 
 
@@ -63,12 +60,9 @@ def shared():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Clear the compiled programs if they are many: each keeps memory maps, of which Linux allows 65,530 a process."""
+    """Clear the compiled programs after each module: each keeps memory maps, of which Linux allows 65,530 a process."""
     yield
-    maps = Path("/proc/self/maps")
-    if not maps.exists() or len(maps.read_bytes().splitlines()) > MOST_MAPS:
-        gc.unfreeze()
-        jax.clear_caches()
+    jax.clear_caches()
     gc.collect()
     gc.freeze()  # What a module leaves alive stays, so later collections need not look at it.
 
