@@ -54,7 +54,7 @@ class ProcessGroup:
     """Whether the run has written what a resumed run needs."""
     log: Path = Path()
     """The file for the output of libraries below Python."""
-    _ending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _ending: threading.Semaphore = dataclasses.field(default_factory=threading.Semaphore)
 
     def end(self, reason: str, *, keep_log: bool = False) -> NoReturn:
         """Print one line and end this process at once, without waiting for its other threads."""
