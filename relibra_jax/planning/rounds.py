@@ -122,8 +122,8 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             inputs = ((number == 0) | staying, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        stay = _Stay(which % ways, best.stages[0].plan.home, latest.state) if stays else None
-        stages, state = _plan_round(problem, assignments, start, staying=staying, stay=stay)
+        stay = _Stay(staying, which % ways, best.stages[0].plan.home, latest.state) if stays else None
+        stages, state = _plan_round(problem, assignments, start, stay)
         seconds = price_stages(
             stages, problem.batch, topology, problem.prices, previous_home=problem.previous_home
         )
@@ -187,6 +187,8 @@ def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array
 class _Stay(NamedTuple):
     """A plan without a search and without residents, in one of four ways."""
 
+    chosen: Array
+    """Whether the round makes this plan. Otherwise it searches."""
     way: Array
     """The previous homes with replicas (0) or without (1), contiguous homes (2), or the best homes (3)."""
     best_home: Int[Array, "L E"]
@@ -198,11 +200,9 @@ def _plan_round(
     problem: Problem,
     assignments: Sequence[Assignment],
     start: Int[Array, "L E"] | None,
-    *,
-    staying: Array | bool = False,
     stay: _Stay | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan all stages for their assignments, by a search or, if ``staying``, as ``stay`` says."""
+    """Plan all stages for their assignments, by a search or, if it is chosen, as ``stay`` says."""
     planner, topology = problem.planner, problem.topology
     loads, request = _request(problem, assignments)
     request = request._replace(start=start)
@@ -213,10 +213,10 @@ def _plan_round(
     assert planner.reorder is not None
     assert planner.replicate is not None
     search = functools.partial(planner.reorder, request, problem.state, topology)
-    placement, state = jax.lax.cond(staying, lambda: _stay(problem, stay), search)
+    placement, state = jax.lax.cond(stay.chosen, lambda: _stay(problem, stay), search)
     replicate = functools.partial(planner.replicate, request, placement, topology)
     bare = functools.partial(without_replicas, request.by_expert, placement.home, topology)
-    plan = jax.lax.cond(staying & (stay.way == 1), bare, replicate)
+    plan = jax.lax.cond(stay.chosen & (stay.way == 1), bare, replicate)
     return _split_stages(assignments, loads, plan), state
 
 

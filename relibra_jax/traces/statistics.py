@@ -7,7 +7,6 @@ counted on the host.
 import itertools
 from typing import Final, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
@@ -32,10 +31,7 @@ class PairLift(NamedTuple):
 
 def count_load(replay: RoutingReplay, num_experts: int) -> Int[np.ndarray, "B L E"]:
     """Count the token copies that every sample sends to every expert."""
-    return np.asarray(_count(replay, num_experts=num_experts))
-
-
-_count = jax.jit(sample_load, static_argnames="num_experts")
+    return np.asarray(sample_load(replay, num_experts=num_experts))
 
 
 def micro_batch_load(load: Int[np.ndarray, "B L E"], micro_batches: int) -> Int[np.ndarray, "M L E"]:
