@@ -84,7 +84,7 @@ def test_beyond_balance_refuses_bad_input_in_one_line(trace, options, message, c
     assert message in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_beyond_balance_prints_and_records_every_row(trace, tmp_path):
     record = tmp_path / "beyond.json"
     command = [sys.executable, "-m", "experiments.beyond_balance", trace, *TINY, "--record", str(record)]

@@ -32,6 +32,7 @@ def close(drawn, target):
     np.testing.assert_allclose(drawn.imbalance[-1] - drawn.imbalance[0], growth, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_draw_trace_is_as_uneven_as_the_recording_of_gpt_oss(recorded):
     """The drawn trace has the samples and layers of the recording, and a different seed than that of the fit."""
     samples, _, layers, _ = recorded.replay.expert_ids.shape

@@ -37,7 +37,7 @@ def quick(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_claims_writes_report_figure_and_numbers_in_the_quick_form(quick):
     report, numbers = (quick / "claims.md").read_text(), json.loads((quick / "claims.json").read_text())
     (cell,) = numbers["cells"]
@@ -63,7 +63,7 @@ def test_claims_writes_report_figure_and_numbers_in_the_quick_form(quick):
     assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_claims_report_begins_with_where_it_is_behind(quick):
     headings = [line for line in (quick / "claims.md").read_text().splitlines() if line.startswith("## ")]
     assert headings[:2] == ["## Where relibra_jax is behind", "## Recorded routing"]

@@ -44,6 +44,7 @@ def mesh():
     return Mesh(np.reshape(jax.devices(), (2, 4)), ("node", "local"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logical_digests_of_numpy_and_jax_agree(dtype):
     rng = np.random.default_rng(0)

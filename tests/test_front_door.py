@@ -153,6 +153,7 @@ def test_compare_plans_as_plan_batch_on_more_ranks(nodes, local, residents):
     assert_same_bits([compared(topology, cost)], planned(topology, cost, 1))
 
 
+@pytest.mark.slow
 def test_balancer_with_packed_sequences_starts_from_packed_samples():
     mesh = expert_mesh(TOPOLOGY)
     model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, sequences="packed")

@@ -85,6 +85,7 @@ def test_mark_hot_ranks_reads_any_plan_and_changes_nothing_of_it(seed):
         np.testing.assert_array_equal(kept, now)
 
 
+@pytest.mark.slow
 def test_hot_ranks_compute_in_float8_and_all_others_the_same_bits():
     """Without replicas each copy is computed at home, so a token's output differs if one of its ranks is hot."""
     exact, some = (run(VALUES["x"], plan_of_layer(), expert_mlp) for expert_mlp in (None, HOT))

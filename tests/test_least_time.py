@@ -63,6 +63,7 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
         assert 0 < bound <= seconds * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("relibra_across", 0)]
 )
@@ -77,6 +78,7 @@ def test_least_time_is_at_most_the_time_of_planners(name, residents):
         not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "residents", "across"), [(4, 0, False), (2, 1, False), (2, 1, True)])
 def test_least_time_is_at_most_the_time_of_random_plans(nodes, residents, across):
     where = topology(nodes, 4 // nodes, residents=residents)

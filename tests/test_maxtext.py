@@ -148,6 +148,7 @@ def test_reorder_experts_lets_training_go_on_bit_for_bit(layout):
     assert_equal(result, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}")
 def test_reorder_experts_keeps_the_choices_of_the_live_router(layout):
     tree = maxtext_tree(random_layers(), *layout)

@@ -253,6 +253,7 @@ def test_moe_layer_equals_the_dense_reference_for_any_plan(drawn):
         check(run("2x4", 2, path, False), plan, ids, desired)
 
 
+@pytest.mark.slow
 def test_moe_layer_over_data_axes_has_plans_by_group_and_shared_homes():
     """The layer works with axes data and fsdp around one node of two ranks.
 

@@ -168,6 +168,7 @@ def test_moe_layer_live_equals_the_dense_layer_and_its_replay(scores):
     assert_close(replay_step(scores)(X, ids, MASK, plan)[0], output)
 
 
+@pytest.mark.slow
 def test_route_counted_first_needs_smaller_buffers():
     layer = layer_of("sigmoid")
     ids, _ = nnx.jit(lambda layer, x: layer.route(x))(layer, X)

@@ -101,6 +101,7 @@ def search(name, prices, hottest=HOT):
     return case, np.asarray(compiled(case.nodes)(problem, start, jax.random.key(0), hottest=hottest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("name", SIZES)
 def test_search_nodes_is_near_the_optimum(name, prices):
@@ -123,6 +124,7 @@ def test_search_nodes_is_near_the_optimum(name, prices):
     assert (time <= start * (1 + 1e-6)).all()
 
 
+@pytest.mark.slow
 def test_search_nodes_makes_no_moves_that_do_not_pay():
     """In every layer, experts move only if the gain exceeds the price; at a medium price some move and others stay."""
     name = "2 nodes of 4"

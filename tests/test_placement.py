@@ -169,6 +169,7 @@ def test_place_experts_weighs_crossings_against_balance(crossing):
     assert with_tokens == (crossing > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("replica_slots", [0, 1])
 def test_place_experts_pays_for_moves(nodes, local, replica_slots):
@@ -218,10 +219,8 @@ def test_place_experts_names_the_numbers_of_bad_arguments(change, message):
         place(topology=SMALL, **arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "static", "bound"), [pytest.param(2, 1.534, 1.022, marks=pytest.mark.long), (4, 2.120, 1.078)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("nodes", "static", "bound"), [(2, 1.534, 1.022), (4, 2.120, 1.078)])
 def test_place_experts_balances_recorded_loads(shared, nodes, static, bound):
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     load, start = recorded(shared, 0), in_order(24, 32)

@@ -390,6 +390,7 @@ def test_planner_gives_the_same_bits_under_vmap(name):
         chex.assert_trees_all_equal(plan, alone(load[index], keys[index]))
 
 
+@pytest.mark.slow
 def test_eplb_without_copies_works_without_jit():
     """Neither EPLB's homes nor a group without replica slots have copies."""
     topology = TOPOLOGIES["one home, no room"]

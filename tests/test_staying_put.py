@@ -93,6 +93,7 @@ def plan_of(replay, state, **options):
     return plan_batch(replay, PLANNER, state, TOPOLOGY, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["in place", "assigned"])
 @pytest.mark.parametrize("homes", ["contiguous", "moved"])
 @pytest.mark.parametrize("name", REPLAYS)
