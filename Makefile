@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims lint types quick test test-slow all-tests docs bench aot check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims lint types quick test test-slow all-tests docs bench aot aot-quick check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -52,8 +52,11 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
+aot-quick: .venv-aot/installed  ## the same without what repeats a check at more sizes
+	$(AOT) -m experiments.aot --quick
+
 check: lint types all-tests docs  ## what CI runs with the locked versions: all but the long tests
-	$(if $(AOT_HERE),$(MAKE) aot,@echo "make aot skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
+	$(if $(AOT_HERE),$(MAKE) aot-quick,@echo "make aot-quick skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
 
 # What every user meets first, and what a plan and a layer promise.
 CONTRACT := tests/test_imports.py tests/test_public_api.py tests/test_planners.py tests/test_plan_batch.py \
@@ -67,12 +70,13 @@ x64: $(VENV)/installed  ## run the contract's tests with 64-bit types switched o
 	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow and not long" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \
 	    tests/test_replication.py tests/test_placement.py tests/test_assignment.py tests/test_token_split.py
 
-check-long: $(VENV)/installed  ## run what takes minutes: long tests, other versions, 64-bit types, the ablation, buffer sizes
+check-long: $(VENV)/installed  ## run what takes minutes: long tests, other versions, 64-bit types, the ablation, buffer sizes, all of aot
 	$(RUN) -m pytest -m long
 	$(MAKE) lowest
 	$(MAKE) x64
 	$(VENV)/bin/relibra compare --ablation
 	$(RUN) -m experiments.count_buffers
+	$(if $(AOT_HERE),$(MAKE) aot)
 
 format: $(VENV)/installed  ## format the code
 	$(RUN) -m ruff format

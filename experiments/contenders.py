@@ -79,7 +79,7 @@ def contenders(
         layers=layers,
         seed=seed,
     )
-    even = route_evenly(samples, topology.num_experts)
+    even = samples._replace(expert_ids=route_evenly(samples.expert_ids, samples.mask, topology.num_experts))
     return {
         name: plan_contender(even, "static", topology)
         if name == "balanced"
@@ -117,23 +117,29 @@ def draw_samples(
     return Samples(ids, mask, pack_samples(mask.sum(1), topology, num_micro_batches=micro_batches))
 
 
-def route_evenly(samples: Samples, num_experts: int) -> Samples:
+def route_evenly(
+    expert_ids: Int[np.ndarray, "B T L K"], mask: Bool[np.ndarray, "B T"], num_experts: int
+) -> Int[np.ndarray, "B T L K"]:
     """Route the same tokens to random experts so that every expert receives the same number of tokens.
 
     Experts are dealt from shuffled decks: the ``E // K`` tokens of a deck have no expert in common.
 
     Args:
-        samples: the samples with their recorded routing.
+        expert_ids: the recorded routing, of which only the shape is used.
+        mask: True on real tokens.
         num_experts: the number of logical experts of a layer.
+
+    Returns:
+        The expert ids; EMPTY on padding.
     """
-    rng, top_k = np.random.default_rng(1), samples.expert_ids.shape[-1]
-    even = np.full_like(samples.expert_ids, EMPTY)
-    tokens, tokens_per_deck = samples.mask.sum(), num_experts // top_k
+    rng, top_k = np.random.default_rng(1), expert_ids.shape[-1]
+    even = np.full(expert_ids.shape, EMPTY, np.int32)
+    tokens, tokens_per_deck = mask.sum(), num_experts // top_k
     for layer in range(even.shape[2]):
         decks = np.tile(np.arange(num_experts), (-(-tokens // tokens_per_deck), 1))
         dealt = rng.permuted(decks, axis=1)[:, : tokens_per_deck * top_k].reshape(-1, top_k)
-        even[samples.mask, layer] = dealt[:tokens]
-    return samples._replace(expert_ids=even)
+        even[mask, layer] = dealt[:tokens]
+    return even
 
 
 def plan_contender(

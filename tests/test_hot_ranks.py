@@ -156,7 +156,7 @@ def first_micro_batch(model, batch, sequences):
     return model(x, replay, batch.micro_batch(0), batch.parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_float8_rounds_passes_and_refuses_updates():
     """A forward pass of the model in float8 rounds, with replay and live routing; an update of it raises."""
     run = Run()

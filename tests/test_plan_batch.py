@@ -261,8 +261,8 @@ def test_plan_batch_assigns_to_given_homes_first(replay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [0, 1, 3])
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("rounds", [0, 1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_plan_batch_is_the_same_under_jit(replay, rounds, x64):
     """Under jit the rounds are one loop with the same result; 64-bit types change nothing."""
     short = relibra(place=functools.partial(place_experts, steps=50))

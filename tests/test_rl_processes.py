@@ -107,7 +107,7 @@ def two(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_learn_the_same_as_one(one, two):
     assert_close(lines_of(one), lines_of(two))
     for folder in (one, two):
@@ -119,7 +119,7 @@ def test_two_processes_learn_the_same_as_one(one, two):
     assert (two / "summary.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_score_every_sample_once(two):
     assert (two.parent / "scored").read_text().split() == ["0"] * 32 * (STEPS - 1)
 

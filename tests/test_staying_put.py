@@ -111,7 +111,7 @@ def test_plan_never_costs_more_than_to_stay(name, homes, assign):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("homes", ["contiguous", "moved"])
+@pytest.mark.parametrize("homes", [pytest.param("contiguous", marks=pytest.mark.long), "moved"])
 def test_plan_never_costs_more_than_that_of_an_earlier_round(homes):
     replay = recorded()
     state = state_of(homes, 4)
