@@ -29,7 +29,7 @@ def stepped(smallest_policy):
     return trainers, [[trainer.learn() for _ in range(2)] for trainer in trainers]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     (one, other, behind), (metrics, again, without) = stepped
     for actual, same, plain in zip(metrics, again, without, strict=True):

@@ -51,15 +51,20 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
     def step(name: str, function: str, *arguments: str | bool) -> Step:
         return Step(name, f"experiments.aot.{function}", arguments, STEP_SECONDS, on_cpu=True)
 
+    most = 1 if quick else None
     return [
-        *(step(stack_name(*stack), "checks:check_stack", *stack) for stack in STACKS if stack[1] or not quick),
+        *(
+            step(stack_name(*stack), "checks:check_stack", *stack)
+            for stack in STACKS
+            if stack[1] or not quick
+        ),
         *(
             step(f"updates, {way}", "update_checks:check_updates", way)
             for way in ("auto", "hierarchical padded")
         ),
         step("remote fetch", "remote:check_remote"),
-        *(step(f"Hopper kernels, {model}", "kernels:check_kernels", model) for model in list(MODELS)[: 1 if quick else None]),
-        *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[: 1 if quick else None]),
+        *(step(f"Hopper kernels, {model}", "kernels:check_kernels", model) for model in list(MODELS)[:most]),
+        *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[:most]),
         step("migration", "migration:check_migration"),
     ]
 
