@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments.bench_two_processes import crossing_bytes, report, runs
-from experiments.contenders import draw_samples, plan_contender, route_evenly
+from experiments.contenders import draw_samples, even_samples, plan_contender
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.execution import expert_mesh
@@ -69,7 +69,7 @@ def test_needed_bytes_equal_a_count_token_by_token(samples, hierarchical):
 
 
 def test_route_evenly_gives_all_experts_the_same_number_of_tokens(samples):
-    even = route_evenly(samples, 8)
+    even = even_samples(samples, 8)
     assert ((even.expert_ids != EMPTY).all((2, 3)) == samples.mask).all()
     for layer in range(2):
         ids = even.expert_ids[samples.mask, layer]

@@ -16,7 +16,7 @@ from experiments.bench_two_processes.crossing_bytes import (
     program_bytes,
 )
 from experiments.bench_two_processes.update import Inputs, Update, make_inputs
-from experiments.contenders import ContenderBatch, Samples, draw_samples, plan_contender, route_evenly
+from experiments.contenders import ContenderBatch, Samples, draw_samples, even_samples, plan_contender
 from experiments.interleaving import interleaved_seconds
 from experiments.rank_times import imbalance_over_stages, quotas_of_ranks
 from relibra_jax.contract.types import Price, Topology
@@ -171,7 +171,7 @@ class _Run:
         self.batches: dict[int, ContenderBatch] = {}
         capacities = None
         for count, count_samples in samples.items():
-            batch = route_evenly(count_samples, trace.num_experts) if entrant.even else count_samples
+            batch = even_samples(count_samples, trace.num_experts) if entrant.even else count_samples
             self.batches[count] = plan_contender(batch, entrant.planner, self.topology, cost=cost)
             capacities = grow_capacities(capacities, self.batches[count].capacities)
         self.tokens = max(batch.expert_ids.shape[3] for batch in self.batches.values())
