@@ -19,7 +19,7 @@ from experiments.aot.update_checks import (
 )
 from relibra_jax.contract.types import Price, Topology, layer_plans
 from relibra_jax.cost.copies import push_time
-from relibra_jax.cost.cost_model import WEIGHT_BYTES
+from relibra_jax.cost.cost_model import COMPUTE_BYTES
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.routing.resident_push import PushSizes
@@ -237,7 +237,7 @@ def test_push_time_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
     across, inside = (
         float(push_time(plan, topology, Price(**(nothing | {name: 1.0})))) for name in ("push", "push_inside")
     )
-    expert = 3 * 16 * 4 * WEIGHT_BYTES
+    expert = 3 * 16 * 4 * COMPUTE_BYTES
     assert sent["push", "node"] == round(expert * across)
     assert sent["push", "local"] == pytest.approx(expert * inside, rel=0.2)
     rows = count_traffic(layer_plans(plan, load), topology)

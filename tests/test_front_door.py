@@ -192,6 +192,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         between="padded",
         inside="padded",
         fetch="padded",
+        compute_bytes=4,
         sequences="padded",
     )
 

@@ -33,7 +33,7 @@ from jaxtyping import Float, Num
 
 from experiments.deploy.serving import Serving
 from relibra_jax.contract.types import Array
-from relibra_jax.cost.cost_model import ACTIVATION_BYTES, WEIGHT_BYTES
+from relibra_jax.cost.cost_model import COMPUTE_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 
@@ -61,7 +61,7 @@ def attention_time(sequences: Number, devices: Number, serving: Serving) -> Floa
     core = 2 * model.attention_width * serving.context  # FLOP of one token that attends to the whole context
     flops, read = _rates(serving.attention)
     weights, cache = _attention_params(model), _cache_bytes(serving) / jnp.minimum(devices, model.cache_heads)
-    products = jnp.maximum(sequences * (2 * weights / flops), WEIGHT_BYTES * weights / read) / devices
+    products = jnp.maximum(sequences * (2 * weights / flops), COMPUTE_BYTES * weights / read) / devices
     attention = sequences * jnp.maximum(core / flops / devices, cache / read)
     return products + attention + _partial_sums(sequences, devices, serving.attention, model)
 
@@ -84,7 +84,7 @@ def expert_time(copies: Number, slots: Number, devices: Number, serving: Serving
     model = serving.model
     flops, read = _rates(serving.experts)
     products = copies * (2 * model.expert_params / flops)
-    reading = slots * (WEIGHT_BYTES * model.expert_params / read)
+    reading = slots * (COMPUTE_BYTES * model.expert_params / read)
     return jnp.maximum(products, reading) / devices + _partial_sums(copies, devices, serving.experts, model)
 
 
@@ -108,7 +108,7 @@ def exchange_time(
     >>> f"{1e6 * float(exchange_time(400.0, 200.0, 1.0, 1.0, serving)):.0f} us"
     '58 us'
     """
-    row = ACTIVATION_BYTES * serving.model.width
+    row = COMPUTE_BYTES * serving.model.width
     sending, receiving = (
         rows * (row / (cluster.slow_bandwidth * cluster.network_efficiency))
         for rows, cluster in ((sent, serving.attention), (received, serving.experts))
@@ -138,7 +138,7 @@ def attention_memory(
     [21.41, 2.68]
     """
     model, parts = serving.model, np.asarray(devices, np.float64)
-    weights = WEIGHT_BYTES * _attention_params(model)
+    weights = COMPUTE_BYTES * _attention_params(model)
     cache = np.asarray(sequences, np.float64) * _cache_bytes(serving)
     return model.moe_layers * (weights / parts + cache / np.minimum(parts, model.cache_heads))
 
@@ -165,7 +165,7 @@ def expert_memory(
     [9.56, 4.78]
     """
     experts_per_device = np.asarray(slots, np.float64) / np.asarray(devices, np.float64)
-    return serving.model.moe_layers * WEIGHT_BYTES * serving.model.expert_params * experts_per_device
+    return serving.model.moe_layers * COMPUTE_BYTES * serving.model.expert_params * experts_per_device
 
 
 def _attention_params(model: Model) -> int:
@@ -188,5 +188,5 @@ def _rates(cluster: Cluster) -> tuple[float, float]:
 
 def _partial_sums(rows: Number, devices: Number, cluster: Cluster, model: Model) -> Number:
     """Return the seconds of the all-reduce of rows over tensor-parallel devices."""
-    row = ACTIVATION_BYTES * model.width / (cluster.fast_bandwidth * cluster.network_efficiency)
+    row = COMPUTE_BYTES * model.width / (cluster.fast_bandwidth * cluster.network_efficiency)
     return rows * row * 2 * (devices - 1) / devices

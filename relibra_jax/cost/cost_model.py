@@ -16,18 +16,12 @@ from relibra_jax.cost.models import Model
 from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
-ACTIVATION_BYTES: Final = 2
-"""Bytes of one number of an activation: bfloat16."""
-WEIGHT_BYTES: Final = 2
-"""Bytes of one weight in computation, and of one gradient of a replica: bfloat16."""
+COMPUTE_BYTES: Final = 2
+"""Bytes of one number in computation: bfloat16."""
 ACCUMULATOR_BYTES: Final = 4
 """Bytes of one gradient that is summed over micro-batches: float32."""
 STATE_BYTES: Final = 12
 """Bytes of one parameter that changes home: a float32 master weight and two float32 Adam moments."""
-RESIDENT_BYTES: Final = WEIGHT_BYTES + ACCUMULATOR_BYTES
-"""Bytes that one parameter of a resident transfers in one update: its weight and its gradient."""
-OPTIMIZER_BYTES: Final = 2 * STATE_BYTES + ACCUMULATOR_BYTES + WEIGHT_BYTES
-"""Bytes of memory that one step of Adam reads and writes for a parameter: state both ways, gradient, weight."""
 SEQUENCES: Final = ("packed", "padded")
 """The layouts of samples in sequences: several samples in a sequence, or every sample in one of its own."""
 
@@ -93,6 +87,9 @@ class CostModel:
     """The exchange inside nodes, likewise."""
     fetch: str = AUTO
     """The exchange of replicas, likewise."""
+    compute_bytes: int | None = None
+    """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
+    None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
     spare_room: bool = True
     """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
     sequences: str = AUTO
@@ -117,6 +114,8 @@ class CostModel:
             check_positive(name, getattr(self, name))
         for name in ("data_parallel", "shards"):
             check_integer(name, getattr(self, name), least=1)
+        if self.compute_bytes is not None:
+            check_integer("compute_bytes", self.compute_bytes, least=1)
         count_passes(self.updates, recompute=self.recompute)
         _check_numbers(self.cluster, self.model)
         kinds = (AUTO, "padded", "ragged")
@@ -168,6 +167,7 @@ class CostModel:
             ValueError: under the conditions of `on` and `count_passes`.
         """
         run, model, cluster = self.on(topology), self.model, self.cluster
+        number = COMPUTE_BYTES if self.compute_bytes is None else self.compute_bytes
         updates = self.updates if updates is None else updates
         passes = count_passes(updates, recompute=self.recompute if recompute is None else recompute)
         flops = cluster.matmul_flops * cluster.matmul_efficiency
@@ -179,7 +179,7 @@ class CostModel:
         nodes, local = topology.num_nodes, topology.ranks_per_node
         expert, dense = float(model.expert_params), float(model.dense_params)
         head = 2.0 * model.width * model.vocabulary / model.moe_layers
-        row = self.scale * passes.exchange * ACTIVATION_BYTES * model.width
+        row = self.scale * passes.exchange * number * model.width
         # Of the pieces of an expert that moves, every rank gets one, in each of two exchanges.
         moved = 2.0 * STATE_BYTES * expert
         move = moved * (1 - 1 / nodes) / slow if nodes > 1 else moved * (1 - 1 / local) / fast
@@ -188,6 +188,9 @@ class CostModel:
             2.0 * ACCUMULATOR_BYTES * (dense + 2.0 * model.width * model.vocabulary / model.moe_layers)
         )
         reduce = gradients * ((1 - 1 / local) / fast + (1 - 1 / nodes) / local / slow)
+        # A resident's weight goes out and its gradient comes back. A step of Adam reads and writes its state, and reads
+        # the gradient and writes the weight.
+        resident, stepped = number + ACCUMULATOR_BYTES, 2 * STATE_BYTES + ACCUMULATOR_BYTES + number
         owned = topology.home_slots * expert / self.shards + dense / (self.shards * topology.num_ranks)
         return Price(
             token=self.scale * passes.compute * 2.0 * dense / flops,
@@ -196,13 +199,13 @@ class CostModel:
             crossing=row / slow,
             spread=row / fast,
             gather=2.0 * row / memory,
-            fetch=passes.compute * WEIGHT_BYTES * expert / fast,
-            fetch_across=passes.compute * WEIGHT_BYTES * expert / slow,
+            fetch=passes.compute * number * expert / fast,
+            fetch_across=passes.compute * number * expert / slow,
             move=move,
-            push=updates * RESIDENT_BYTES * expert / slow,
-            push_inside=updates * RESIDENT_BYTES * expert / fast,
+            push=updates * resident * expert / slow,
+            push_inside=updates * resident * expert / fast,
             head=self.scale * passes.compute * head / flops,
-            update=updates * (reduce + OPTIMIZER_BYTES * owned / memory),
+            update=updates * (reduce + stepped * owned / memory),
             tile=cluster.tile / self.scale,
             scale=float(self.scale),
             hierarchical=run.path == "hierarchical",

@@ -22,7 +22,7 @@ of them than are counted.
 from typing import Final, NamedTuple
 
 from relibra_jax.contract.types import Topology
-from relibra_jax.cost.cost_model import ACCUMULATOR_BYTES, STATE_BYTES, WEIGHT_BYTES
+from relibra_jax.cost.cost_model import ACCUMULATOR_BYTES, COMPUTE_BYTES, STATE_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.support.limits import check_integer
@@ -75,10 +75,10 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
     dense = model.moe_layers * (model.attention_params + 3 * model.width * model.shared_width)
     state = STATE_BYTES + ACCUMULATOR_BYTES
     return RankMemory(
-        homes=topology.home_slots * expert * (WEIGHT_BYTES + state / shards),
-        residents=float(topology.resident_slots * expert * (WEIGHT_BYTES + ACCUMULATOR_BYTES)),
-        replicas=float(REPLICA_BUFFERS * topology.replica_slots * model.expert_params * WEIGHT_BYTES),
-        attention=dense * (WEIGHT_BYTES + state / (shards * topology.num_ranks)),
+        homes=topology.home_slots * expert * (COMPUTE_BYTES + state / shards),
+        residents=float(topology.resident_slots * expert * (COMPUTE_BYTES + ACCUMULATOR_BYTES)),
+        replicas=float(REPLICA_BUFFERS * topology.replica_slots * model.expert_params * COMPUTE_BYTES),
+        attention=dense * (COMPUTE_BYTES + state / (shards * topology.num_ranks)),
     )
 
 

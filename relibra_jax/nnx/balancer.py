@@ -37,7 +37,7 @@ from relibra_jax.nnx.balancer_state import (
 )
 from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model_homes, check_replay_layers
-from relibra_jax.nnx.derived_cost import check_cost, derive_cost, resolve_cost, stage_prices
+from relibra_jax.nnx.derived_cost import check_cost, derive_cost, resolve_cost, stage_prices, with_dtype_of
 from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
@@ -363,6 +363,7 @@ class Balancer:
             derived = derive_cost(model, num_layers=self.num_layers, mesh=self.parallel.mesh)
             self._cost = resolve_cost(derived, self.parallel, sequences=self.sequences)
         check_cost(self._cost, model, num_layers=self.num_layers)
+        self._cost = with_dtype_of(self._cost, model)
 
     def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay) -> None:
         """Raise ValueError unless a batch may be prepared now."""

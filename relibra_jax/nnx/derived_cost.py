@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -147,6 +148,20 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
 def _priced(kind: str) -> str:
     """Return the kind of exchange whose data a kind of exchange sends: all but padded send what is needed."""
     return "padded" if kind == "padded" else "ragged"
+
+
+def with_dtype_of(cost: CostModel, model: nnx.Module) -> CostModel:
+    """Return the cost model for the dtype in which a model's MoE layers compute, unless it has a number of bytes.
+
+    Args:
+        cost: the cost model.
+        model: a module with MoE layers. A layer without a ``dtype`` is taken to compute in the dtype of its weights.
+    """
+    if cost.compute_bytes is not None:
+        return cost
+    layers = (module for _, module in nnx.iter_modules(model) if isinstance(module, MoELayer))
+    dtypes = (layer.experts[...].dtype if layer.dtype is None else layer.dtype for layer in layers)
+    return dataclasses.replace(cost, compute_bytes=max(jnp.dtype(dtype).itemsize for dtype in dtypes))
 
 
 def check_cost(cost: CostModel, model: nnx.Module, *, num_layers: int) -> None:

@@ -1,0 +1,1 @@
+"""A small cluster on one Linux machine: real processes, a real slow network."""

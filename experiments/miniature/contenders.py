@@ -1,0 +1,197 @@
+"""The compared runs, each prepared by `relibra_jax.nnx.Balancer` and trained as the Flax guide trains."""
+
+import dataclasses
+from typing import Final, NamedTuple
+
+import jax
+import numpy as np
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+
+from experiments.contenders import route_evenly
+from experiments.miniature.policy import VOCABULARY, Sizes, make_policy
+from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
+from relibra_jax.cost.batch_time import BatchTime, batch_time
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.evaluation.variants import with_samples_assigned
+from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_gradients, expert_mesh
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+from relibra_jax.traces.trace import Trace
+
+
+class Contender(NamedTuple):
+    """A compared run: its planner and the slots of its ranks."""
+
+    entry: PlannerEntry
+    """The planner, and how samples are assigned."""
+    replica_slots: int = 0
+    """The number of replica slots of a rank."""
+    resident_slots: int = 0
+    """The number of resident slots of a rank."""
+    even: bool = False
+    """Whether routing is replaced by even routing."""
+
+
+def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[str, Contender]:
+    """Return the compared runs by name.
+
+    Args:
+        replica_slots: the number of replica slots of a rank, for all planners that replicate.
+        residents: the numbers of resident slots of a rank with which ReLibra runs.
+    """
+    assigned = with_samples_assigned("relibra")
+    rivals = {"EPLB": "eplb", "LPLB": "lplb", "UltraEP": "ultraep", "MoonEP": "moonep", "LAER": "laer"}
+    return {
+        "static": Contender(PLANNERS["static"]),
+        **{label: Contender(PLANNERS[name], replica_slots) for label, name in rivals.items()},
+        "ReLibra, samples in given order": Contender(PLANNERS["relibra"], replica_slots),
+        "ReLibra": Contender(assigned, replica_slots),
+        **{
+            f"ReLibra, {number} resident{'s' * (number > 1)}": Contender(assigned, replica_slots, number)
+            for number in residents
+        },
+        BALANCED: Contender(PLANNERS["static"], even=True),
+    }
+
+
+BALANCED: Final = "forced balanced"
+"""The name of the run with the same tokens, routed to experts so that all of them get the same number."""
+
+
+class Draw(NamedTuple):
+    """The samples of one batch."""
+
+    tokens: np.ndarray
+    """The tokens ``[B, T]``."""
+    replay: RoutingReplay
+    """The recorded routing, ``[B, T, L, K]``."""
+
+
+def draw_batches(trace: Trace, *, samples: int, layers: int, batches: int, seed: int) -> list[Draw]:
+    """Draw batches without common samples from a trace, with samples aligned to the left.
+
+    Args:
+        trace: the recorded routing.
+        samples: the number of samples of a batch.
+        layers: the number of layers, evenly spaced.
+        batches: the number of batches.
+        seed: the seed of the order of samples and of their tokens.
+
+    Raises:
+        ValueError: if the trace has too few samples or layers.
+    """
+    ids, mask = (np.asarray(leaf) for leaf in trace.replay)
+    if samples * batches > len(mask) or layers > ids.shape[2]:
+        raise ValueError(
+            f"{trace.name} has {len(mask)} samples x {ids.shape[2]} layers, but {batches} batches of {samples} samples"
+            f" x {layers} layers are needed"
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(mask))[: samples * batches].reshape(batches, samples)
+    spaced = np.linspace(0, ids.shape[2] - 1, layers).round().astype(int)
+    return [
+        Draw(
+            rng.integers(VOCABULARY, size=mask[part].shape, dtype=np.int32),
+            RoutingReplay(ids[part][:, :, spaced], mask[part]),
+        )
+        for part in order
+    ]
+
+
+def even_routing(draw: Draw, num_experts: int) -> Draw:
+    """Return the same tokens, routed so that every expert of a layer receives the same number."""
+    ids, mask = (np.asarray(leaf) for leaf in draw.replay)
+    even = np.maximum(route_evenly(ids, mask, num_experts), 0)
+    return draw._replace(replay=RoutingReplay(even.astype(ids.dtype), mask))
+
+
+class Run:
+    """One contender with its model, after its second batch is prepared: homes come from the first.
+
+    Args:
+        contender: the planner and its slots.
+        grid: the numbers of nodes and of ranks of a node.
+        num_experts: the number of experts of a layer.
+        sizes: the sizes of the model.
+        cost: the cost model for which it plans.
+        micro_batches: the number of micro-batches of an update.
+        draws: the first and the second batch.
+        path: ``flat``, ``hierarchical`` or ``auto``.
+    """
+
+    def __init__(
+        self,
+        contender: Contender,
+        grid: tuple[int, int],
+        num_experts: int,
+        *,
+        sizes: Sizes,
+        cost: CostModel,
+        micro_batches: int,
+        draws: list[Draw],
+        path: str,
+    ):
+        nodes, local = grid
+        topology = Topology(
+            num_nodes=nodes,
+            ranks_per_node=local,
+            num_experts=num_experts,
+            replica_slots=contender.replica_slots,
+            resident_slots=contender.resident_slots,
+        )
+        if contender.even:
+            draws = [even_routing(draw, num_experts) for draw in draws]
+        entry = contender.entry
+        parallel = ExpertParallel(
+            mesh=expert_mesh(topology), topology=topology, path=path, across_nodes=entry.across_nodes
+        )
+        self.model, self.optimizer = make_policy(sizes, topology)
+        self.balancer = Balancer(
+            entry.planner,
+            parallel,
+            num_layers=sizes.layers,
+            num_micro_batches=micro_batches,
+            key=jax.random.key(0),
+            cost=cost,
+            assign=entry.assign,
+            sequences="packed",
+        )
+        for draw in draws:
+            self.balancer.discard()
+            self.batch = self.balancer.prepare(self.model, self.optimizer, draw.replay)
+        self.draw = draws[-1]
+        tokens, mask = draws[-1].tokens, draws[-1].replay.mask
+        self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
+
+    def update(self) -> jax.Array:
+        """Run one update, and return its loss."""
+        return update(self.model, self.optimizer, self.batch, self.sequences)
+
+    @property
+    def modelled(self) -> BatchTime:
+        """The modelled time of the update, without the move of experts before it."""
+        plan, topology = self.batch.batch_plan, self.batch.parallel.topology
+        cost = self.balancer.cost
+        assert cost is not None
+        lengths = np.asarray(self.draw.replay.mask).sum(1)
+        return batch_time(_on_host(plan), lengths, topology, cost.price(topology), visits=self.batch.visits)
+
+
+def _on_host(plan: BatchPlan) -> BatchPlan:
+    return jax.tree.map(np.asarray, plan)
+
+
+@nnx.jit
+def update(model, optimizer, batch: PreparedBatch, sequences):
+    """Accumulate gradients over all micro-batches, clip them and update the model once; return the loss."""
+
+    def objective(model, sequences, layers):
+        (tokens, mask, replay), packing = sequences
+        logits = model(tokens, replay.expert_ids, packing, layers, batch.parallel)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        loss = (losses * mask).sum()
+        return loss, loss
+
+    gradients, losses = accumulate_gradients(model, objective, batch, sequences)
+    optimizer.update(model, gradients)
+    return losses.sum()

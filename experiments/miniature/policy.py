@@ -1,0 +1,109 @@
+"""The trained model of the miniature: blocks of attention and experts, in the way of the Flax guide."""
+
+import dataclasses
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+
+from experiments.miniature.attention import attend
+from relibra_jax.contract.types import Topology
+from relibra_jax.execution.mesh import RANKS
+from relibra_jax.nnx import GATINGS, ExpertParallel, MoELayer
+from relibra_jax.nnx.batch_sequences import SequencePacking
+
+VOCABULARY: Final = 64
+"""The number of different tokens. The output head is a small part of the work."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of the model."""
+
+    layers: int
+    """L, the number of layers."""
+    width: int
+    """D, the width of tokens."""
+    expert_width: int
+    """F, the width of an expert."""
+    head_width: int
+    """The width of a head of attention, which divides D."""
+    top_k: int
+    """K, the number of experts of a token."""
+    context: int = 512
+    """The most tokens of a sample."""
+
+
+class Block(nnx.Module):
+    """Causal attention inside samples, then experts."""
+
+    def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
+        width, gating = sizes.width, dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k)
+        self.head_width, self.context = sizes.head_width, sizes.context
+        self.norm, self.expert_norm = (nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
+        self.project = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.experts = MoELayer(topology, width, sizes.expert_width, gating, rngs=rngs)
+
+    def __call__(self, x, expert_ids, packing: SequencePacking, layer, parallel: ExpertParallel):
+        """Apply the block to ``x[sequences, T, D]``."""
+        experts, x = self.experts.fetch(x, layer, parallel)
+        heads = self.project(self.norm(x)).reshape(*x.shape[:2], 3, -1, self.head_width)
+        x = x + self.out(_attend_on_ranks(heads, packing, parallel, longest=self.context).reshape(x.shape))
+        moe = self.experts(
+            self.expert_norm(x),
+            expert_ids,
+            layer,
+            parallel=parallel,
+            experts=experts,
+            mask=packing.segments >= 0,
+        )
+        return x + moe.output
+
+
+def _attend_on_ranks(heads, packing: SequencePacking, parallel: ExpertParallel, *, longest: int):
+    """Run attention on each rank for its own sequences, as one sequence after another."""
+
+    def on_rank(heads, segments, positions):
+        query, key, value = jnp.moveaxis(heads.reshape(-1, *heads.shape[2:]), 1, 0)
+        query, key = (part * jax.lax.rsqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (query, key))
+        first = jnp.arange(segments.size) - positions.ravel()
+        out = attend(query, key, value, segments.ravel(), first, longest=longest)
+        return out.reshape(*heads.shape[:2], *heads.shape[3:])
+
+    spec = jax.P(RANKS)
+    run = jax.shard_map(on_rank, mesh=parallel.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return run(heads, *packing)
+
+
+class Policy(nnx.Module):
+    """Embedding, blocks and output head. The blocks are stacked, so that they compile once."""
+
+    def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(sizes, topology, rngs))(rngs.split(sizes.layers))
+        self.head = nnx.Linear(sizes.width, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens, expert_ids, packing, layers, parallel):
+        """Compute the logits of ``tokens[sequences, T]``."""
+
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry)
+        def run_blocks(x, block, expert_ids, layer):
+            return block(x, expert_ids, packing, layer, parallel)
+
+        x = run_blocks(self.embedding(tokens), self.blocks, jnp.moveaxis(expert_ids, -2, 0), layers)
+        return self.head(x)
+
+
+def make_policy(sizes: Sizes, topology: Topology) -> tuple[Policy, nnx.Optimizer]:
+    """Make the model and its optimizer, equal for every topology with as many experts."""
+
+    @nnx.jit
+    def make():
+        policy = Policy(sizes, topology, nnx.Rngs(0))
+        rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        return policy, nnx.Optimizer(policy, rule, wrt=nnx.Param)
+
+    return make()
