@@ -1,18 +1,32 @@
 """Causal attention inside the samples of packed sequences, whose time grows with the squares of the samples' lengths.
 
 Keys are read in blocks. A block of queries skips the blocks that hold no token of its samples, as fused attention with
-segment ids does on GPUs.
+segment ids does on GPUs. Queries and keys have length 1, so that logits need no maximum to be subtracted.
 """
 
-import functools
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 BLOCK: Final = 128
 """The tokens of a block; samples of recorded length fill several."""
+
+
+class _Blocks(NamedTuple):
+    """The samples of all blocks of tokens."""
+
+    segments: Int[Array, "n q"]
+    begin: Int[Array, " n"]
+    """The first block that holds a token of the block's samples."""
+
+    def seen(self, queries: Any, keys: Any) -> jax.Array:
+        """Return which keys of a block each query of a block sees."""
+        index = jnp.arange(BLOCK)
+        same = self.segments[queries][:, None] == self.segments[keys]
+        before = (queries * BLOCK + index)[:, None] >= keys * BLOCK + index
+        return same & before & (self.segments[queries] >= 0)[:, None]
 
 
 def attend(
@@ -21,69 +35,87 @@ def attend(
     value: Float[Array, "t H d"],
     segments: Int[Array, " t"],
     first: Int[Array, " t"],
-    *,
-    longest: int,
 ) -> Float[jax.Array, "t H d"]:
     """Attend from each token to itself and to the earlier tokens of its sample.
 
     Args:
-        query: the queries, of length 1, as are the keys: logits need no maximum to be subtracted.
-        key: the keys.
+        query: the queries, of length 1.
+        key: the keys, of length 1.
         value: the values.
         segments: the sample of each token, a negative number on padding.
         first: the index of the first token of each token's sample.
-        longest: the most tokens that a sample may have.
 
     Returns:
         The mean of the values, weighted by attention; 0 on padding.
 
     >>> unit = jnp.ones((3, 1, 1))
     >>> values = jnp.array([1.0, 3.0, 7.0]).reshape(3, 1, 1)
-    >>> attend(unit, unit, values, jnp.array([5, 5, 6]), jnp.array([0, 0, 2]), longest=2).ravel().tolist()
+    >>> attend(unit, unit, values, jnp.array([5, 5, 6]), jnp.array([0, 0, 2])).ravel().tolist()
     [1.0, 2.0, 7.0]
     """
     tokens = len(segments)
     room = -(-tokens // BLOCK) * BLOCK
 
-    def blocks(leaf: jax.Array, fill: float) -> jax.Array:
-        padding = [(0, room - tokens)] + [(0, 0)] * (leaf.ndim - 1)
-        return jnp.pad(leaf, padding, constant_values=fill).reshape(-1, BLOCK, *leaf.shape[1:])
+    def cut(leaf: jax.Array) -> jax.Array:
+        padded = jnp.pad(leaf, [(0, room - tokens), (0, 0), (0, 0)])
+        return jnp.moveaxis(padded.reshape(-1, BLOCK, *leaf.shape[1:]), 1, 2)
 
-    index = jnp.arange(tokens)
-    keys = tuple(blocks(*pair) for pair in ((key, 0), (value, 0), (segments, -1), (index, 0)))
-    back = jnp.arange(min(-(-(longest - 1) // BLOCK) + 1, room // BLOCK))
-
-    def attend_block(_, block):
-        query, segments, index, first, number = block
-        begin = jnp.where(segments >= 0, first, room).min() // BLOCK
-        read = functools.partial(_add_block, query=query, segments=segments, index=index)
-
-        def add(total, back):
-            at = number - back
-            needed = (at >= 0) & (at >= begin)
-            return jax.lax.cond(
-                needed,
-                lambda total: read(total, jax.tree.map(lambda leaf: leaf[at], keys)),
-                lambda total: total,
-                total,
-            ), None
-
-        zero = (jnp.zeros_like(query), jnp.zeros(query.shape[:2], query.dtype))
-        (weighted, weights), _ = jax.lax.scan(add, zero, back)
-        return None, weighted / jnp.where(weights > 0, weights, 1)[..., None]
-
-    numbers = jnp.arange(room // BLOCK)
-    queries = (blocks(query, 0), blocks(segments, -1), blocks(index, 0), blocks(first, 0), numbers)
-    _, out = jax.lax.scan(attend_block, None, queries)
-    return out.reshape(room, *query.shape[1:])[:tokens]
+    of_sample = jnp.pad(segments, (0, room - tokens), constant_values=-1).reshape(-1, BLOCK)
+    begin = jnp.pad(first, (0, room - tokens)).reshape(-1, BLOCK) // BLOCK
+    blocks = _Blocks(of_sample, jnp.where(of_sample >= 0, begin, room).min(1))
+    out = _attend(cut(query), cut(key), cut(value), blocks)
+    return jnp.moveaxis(out, 1, 2).reshape(room, *query.shape[1:])[:tokens]
 
 
-@jax.checkpoint
-def _add_block(total, block, *, query, segments, index):
-    """Add the values of one block of keys, and the weights, to those of a block of queries."""
-    key, value, other_segments, other_index = block
-    seen: Bool[Array, "q k"] = (segments[:, None] == other_segments) & (segments[:, None] >= 0)
-    seen &= index[:, None] >= other_index
-    weights = jnp.exp(jnp.einsum("qhd,khd->qkh", query, key)) * seen[..., None]
-    weighted, summed = total
-    return weighted + jnp.einsum("qkh,khd->qhd", weights, value), summed + weights.sum(1)
+@jax.custom_vjp
+def _attend(query, key, value, blocks: _Blocks):
+    """Attend with blocks ``[n, H, q, d]``."""
+    return _forward(query, key, value, blocks)[0]
+
+
+def _weights(query, key, blocks: _Blocks, queries, keys):
+    """Return the weights ``[H, q, k]`` of a block of keys for a block of queries, not yet normalised."""
+    return jnp.exp(query[queries] @ jnp.matrix_transpose(key[keys])) * blocks.seen(queries, keys)
+
+
+def _forward(query, key, value, blocks: _Blocks):
+    def of_block(queries):
+        def add(keys, total):
+            weights = _weights(query, key, blocks, queries, keys)
+            return total[0] + weights @ value[keys], total[1] + weights.sum(-1, keepdims=True)
+
+        zero = jnp.zeros_like(query[0]), jnp.zeros_like(query[0, ..., :1])
+        weighted, weight = jax.lax.fori_loop(blocks.begin[queries], queries + 1, add, zero)
+        weight = jnp.where(weight > 0, weight, 1)
+        return weighted / weight, weight
+
+    out, weight = jax.lax.map(of_block, jnp.arange(len(query)))
+    return out, (query, key, value, blocks, out, weight)
+
+
+def _backward(saved, gradient):
+    query, key, value, blocks, out, weight = saved
+    spread = (gradient * out).sum(-1, keepdims=True)
+
+    def of_block(totals, queries):
+        def add(keys, carry):
+            of_query, of_key, of_value = carry
+            weights = _weights(query, key, blocks, queries, keys) / weight[queries]
+            toward = gradient[queries] @ jnp.matrix_transpose(value[keys])
+            logits = weights * (toward - spread[queries])
+            return (
+                of_query + logits @ key[keys],
+                of_key.at[keys].add(jnp.matrix_transpose(logits) @ query[queries]),
+                of_value.at[keys].add(jnp.matrix_transpose(weights) @ gradient[queries]),
+            )
+
+        start = jnp.zeros_like(query[0]), *totals
+        of_query, *totals = jax.lax.fori_loop(blocks.begin[queries], queries + 1, add, start)
+        return tuple(totals), of_query
+
+    zero = jnp.zeros_like(key), jnp.zeros_like(value)
+    (of_key, of_value), of_query = jax.lax.scan(of_block, zero, jnp.arange(len(query)))
+    return of_query, of_key, of_value, None
+
+
+_attend.defvjp(_forward, _backward)

@@ -51,7 +51,7 @@ class Miniature:
             if not 1 <= getattr(self, name) <= 250:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 to 250")
         for name in ("slow", "fast"):
-            if _bytes_per_second(getattr(self, name)) <= 0:
+            if rate_of(getattr(self, name)) <= 0:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a rate above 0, for example 100mbit"
                 )
@@ -70,12 +70,12 @@ class Miniature:
     @property
     def slow_bytes(self) -> float:
         """The bytes per second of the slow network, for each rank and direction."""
-        return _bytes_per_second(self.slow)
+        return rate_of(self.slow)
 
     @property
     def fast_bytes(self) -> float:
         """The bytes per second of the fast network, for each rank and direction."""
-        return _bytes_per_second(self.fast)
+        return rate_of(self.fast)
 
     def address(self, rank: int) -> str:
         """Return the address of a rank."""
@@ -144,7 +144,8 @@ def port_name(rank: int) -> str:
     return f"port{rank}"
 
 
-def _bytes_per_second(rate: str) -> float:
+def rate_of(rate: str) -> float:
+    """Return the bytes per second of a rate, for example ``100mbit``."""
     match = _RATE.fullmatch(rate)
     if not match:
         raise ValueError(f"{rate!r} is not a rate: a number and kbit, mbit or gbit, for example 100mbit")

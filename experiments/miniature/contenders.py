@@ -1,6 +1,5 @@
 """The compared runs, each prepared by `relibra_jax.nnx.Balancer` and trained as the Flax guide trains."""
 
-import dataclasses
 from typing import Final, NamedTuple
 
 import jax
@@ -67,34 +66,36 @@ class Draw(NamedTuple):
     """The recorded routing, ``[B, T, L, K]``."""
 
 
-def draw_batches(trace: Trace, *, samples: int, layers: int, batches: int, seed: int) -> list[Draw]:
-    """Draw batches without common samples from a trace, with samples aligned to the left.
+def draw_batches(trace: Trace, *, samples: int, layers: int, seed: int) -> list[Draw]:
+    """Draw a batch from a trace, and the batch before it from the other samples.
 
     Args:
-        trace: the recorded routing.
-        samples: the number of samples of a batch.
+        trace: the recorded routing, with samples aligned to the left.
+        samples: the number of samples of the batch.
         layers: the number of layers, evenly spaced.
-        batches: the number of batches.
         seed: the seed of the order of samples and of their tokens.
+
+    Returns:
+        The batch before, which has at most as many samples, and the batch.
 
     Raises:
         ValueError: if the trace has too few samples or layers.
     """
     ids, mask = (np.asarray(leaf) for leaf in trace.replay)
-    if samples * batches > len(mask) or layers > ids.shape[2]:
+    if not 0 < samples < len(mask) or layers > ids.shape[2]:
         raise ValueError(
-            f"{trace.name} has {len(mask)} samples x {ids.shape[2]} layers, but {batches} batches of {samples} samples"
-            f" x {layers} layers are needed"
+            f"{trace.name} has {len(mask)} samples x {ids.shape[2]} layers: a batch of samples={samples} needs at least"
+            f" one more for the batch before it, and layers={layers} at most those of the trace"
         )
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(mask))[: samples * batches].reshape(batches, samples)
+    order = rng.permutation(len(mask))
     spaced = np.linspace(0, ids.shape[2] - 1, layers).round().astype(int)
     return [
         Draw(
             rng.integers(VOCABULARY, size=mask[part].shape, dtype=np.int32),
             RoutingReplay(ids[part][:, :, spaced], mask[part]),
         )
-        for part in order
+        for part in (order[samples : 2 * samples], order[:samples])
     ]
 
 
@@ -166,6 +167,10 @@ class Run:
     def update(self) -> jax.Array:
         """Run one update, and return its loss."""
         return update(self.model, self.optimizer, self.batch, self.sequences)
+
+    def program(self) -> str:
+        """Return the text of the compiled update."""
+        return update.lower(self.model, self.optimizer, self.batch, self.sequences).compile().as_text() or ""
 
     @property
     def modelled(self) -> BatchTime:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.sharding import Mesh
 
 from experiments.miniature.attention import attend
 from relibra_jax.contract.types import Topology
@@ -32,50 +33,52 @@ class Sizes:
     """The width of a head of attention, which divides D."""
     top_k: int
     """K, the number of experts of a token."""
-    context: int = 512
-    """The most tokens of a sample."""
+
+
+class Attention(nnx.Module):
+    """Causal attention inside samples, with its norm and projections."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        self.head_width = sizes.head_width
+        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.project = nnx.Linear(sizes.width, 3 * sizes.width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(sizes.width, sizes.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, packing: SequencePacking, mesh: Mesh):
+        """Apply attention to ``x[sequences, T, D]``, on each rank to its own sequences."""
+        heads = self.project(self.norm(x)).reshape(*x.shape[:2], 3, -1, self.head_width)
+
+        def on_rank(heads, segments, positions):
+            query, key, value = jnp.moveaxis(heads.reshape(-1, *heads.shape[2:]), 1, 0)
+            query, key = (
+                part * jax.lax.rsqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (query, key)
+            )
+            # One sequence after another.
+            first = jnp.arange(segments.size) - positions.ravel()
+            out = attend(query, key, value, segments.ravel(), first)
+            return out.reshape(*heads.shape[:2], *heads.shape[3:])
+
+        spec = jax.P(RANKS)
+        run = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return self.out(run(heads, *packing).reshape(x.shape))
 
 
 class Block(nnx.Module):
-    """Causal attention inside samples, then experts."""
+    """Attention, then experts."""
 
     def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
-        width, gating = sizes.width, dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k)
-        self.head_width, self.context = sizes.head_width, sizes.context
-        self.norm, self.expert_norm = (nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
-        self.project = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.experts = MoELayer(topology, width, sizes.expert_width, gating, rngs=rngs)
+        gating = dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k)
+        self.attention = Attention(sizes, rngs)
+        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.experts = MoELayer(topology, sizes.width, sizes.expert_width, gating, rngs=rngs)
 
     def __call__(self, x, expert_ids, packing: SequencePacking, layer, parallel: ExpertParallel):
         """Apply the block to ``x[sequences, T, D]``."""
         experts, x = self.experts.fetch(x, layer, parallel)
-        heads = self.project(self.norm(x)).reshape(*x.shape[:2], 3, -1, self.head_width)
-        x = x + self.out(_attend_on_ranks(heads, packing, parallel, longest=self.context).reshape(x.shape))
-        moe = self.experts(
-            self.expert_norm(x),
-            expert_ids,
-            layer,
-            parallel=parallel,
-            experts=experts,
-            mask=packing.segments >= 0,
-        )
+        x = x + self.attention(x, packing, parallel.mesh)
+        mask = packing.segments >= 0
+        moe = self.experts(self.norm(x), expert_ids, layer, parallel=parallel, experts=experts, mask=mask)
         return x + moe.output
-
-
-def _attend_on_ranks(heads, packing: SequencePacking, parallel: ExpertParallel, *, longest: int):
-    """Run attention on each rank for its own sequences, as one sequence after another."""
-
-    def on_rank(heads, segments, positions):
-        query, key, value = jnp.moveaxis(heads.reshape(-1, *heads.shape[2:]), 1, 0)
-        query, key = (part * jax.lax.rsqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (query, key))
-        first = jnp.arange(segments.size) - positions.ravel()
-        out = attend(query, key, value, segments.ravel(), first, longest=longest)
-        return out.reshape(*heads.shape[:2], *heads.shape[3:])
-
-    spec = jax.P(RANKS)
-    run = jax.shard_map(on_rank, mesh=parallel.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return run(heads, *packing)
 
 
 class Policy(nnx.Module):

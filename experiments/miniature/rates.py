@@ -1,24 +1,29 @@
 """What a rank of the miniature computes, reads and exchanges in a second, measured with the functions that a layer runs.
 
-The seconds of an exchange are those of its start and of its bytes: a straight line through a small and a large one.
+The seconds of a byte are the slope of a line through a small and a large exchange.
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.interleaving import interleaved, interleaved_seconds
+from experiments.interleaving import alternating, interleaved
+from experiments.miniature.policy import Attention, Sizes
 from pallas_kernels import grouped_mlp
 from pallas_kernels.group_loops import TILE_ROWS
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.models import Model
 from relibra_jax.execution.mesh import RANKS, expert_mesh
+from relibra_jax.nnx.batch_sequences import SequencePacking
 
 PASSES: Final = 3
 """A forward pass, and a backward pass that costs two."""
@@ -26,6 +31,12 @@ FLOAT: Final = 4
 """The bytes of a number; all arrays are float32."""
 SMALL, LARGE = 1 << 14, 1 << 18
 """The bytes that a rank sends to each other in the two exchanges."""
+LATEST: Final = 0.05
+"""The most seconds by which a rank arrives late."""
+LENGTHS: Final = (64, 448)
+"""The lengths of the samples with which attention is measured."""
+READING: Final = 0.2
+"""The seconds of a reading of computation, many periods of the quota."""
 
 
 class Rates(NamedTuple):
@@ -35,22 +46,83 @@ class Rates(NamedTuple):
     """FLOP/s of the experts' products, forward and backward."""
     memory: float
     """Bytes/s of reading rows in any order and writing them."""
+    token: float
+    """Seconds of one token outside the experts and in one layer, forward and backward, without its attention."""
+    pair: float
+    """Seconds of attention of one token to one token of its sample, likewise; a sample has the square of its length."""
     slow: float
     """Bytes/s that a rank sends between nodes, and at the same time receives."""
     fast: float
     """The same inside nodes."""
-    slow_start: float
-    """The seconds of an exchange between nodes of nothing."""
-    fast_start: float
-    """The same inside nodes."""
+
+    def cluster(self, memory: float) -> Cluster:
+        """Return a rank of the miniature for the cost model, with a number of bytes of memory.
+
+        A network that connects nothing is as fast as the other.
+        """
+        return Cluster(
+            matmul_flops=self.flops,
+            fast_bandwidth=self.fast or self.slow,
+            slow_bandwidth=self.slow or self.fast,
+            memory=memory,
+            memory_bandwidth=self.memory,
+            matmul_efficiency=1.0,
+            network_efficiency=1.0,
+            memory_efficiency=1.0,
+            tile=TILE_ROWS[-1],
+        )
+
+    def model(self, sizes: Sizes, num_experts: int) -> Model:
+        """Return the sizes of a model for the cost model, whose attention takes the measured time."""
+        return Model(
+            moe_layers=sizes.layers,
+            num_experts=num_experts,
+            top_k=sizes.top_k,
+            width=sizes.width,
+            expert_width=sizes.expert_width,
+            shared_width=0,
+            attention_params=round(self.token * self.flops / PASSES / 2),
+            attention_width=round(self.pair * self.flops / PASSES),
+            cache_width=2 * sizes.width,
+            cache_heads=1,
+        )
 
 
-def core_rates(*, width: int, hidden: int, experts: int, rows: int, repeats: int) -> tuple[float, float]:
+def attention_rates(sizes: Sizes, *, tokens: int, repeats: int) -> tuple[float, float]:
+    """Measure attention on samples of two lengths.
+
+    Args:
+        sizes: the sizes of the model.
+        tokens: the number of tokens of a rank.
+        repeats: the number of timed rounds.
+
+    Returns:
+        The seconds of a token and of a pair of tokens (`Rates`).
+    """
+    mesh = jax.make_mesh((1, 1), RANKS, devices=jax.local_devices(), axis_types=(AxisType.Auto,) * 2)
+    attention = Attention(sizes, nnx.Rngs(0))
+    x = jnp.ones((1, tokens, sizes.width))
+
+    @nnx.jit
+    def gradients(attention, x, packing):
+        return nnx.grad(lambda attention, x: attention(x, packing, mesh).sum(), argnums=(0, 1))(attention, x)
+
+    def packing(length: int) -> SequencePacking:
+        index = np.arange(tokens)[None]
+        return SequencePacking(index // length, index % length)
+
+    runs = {length: functools.partial(gradients, attention, x, packing(length)) for length in LENGTHS}
+    seconds = interleaved(runs, repeats=repeats, shortest=READING)
+    short, long = LENGTHS
+    pair = max(seconds[long] - seconds[short], 0.0) / tokens / (long - short)
+    return max(seconds[short] / tokens - pair * short, 0.0), pair
+
+
+def core_rates(sizes: Sizes, *, experts: int, rows: int, repeats: int) -> tuple[float, float]:
     """Measure the experts of one rank, and the gather of their rows.
 
     Args:
-        width: the model width D.
-        hidden: the expert width F.
+        sizes: the sizes of the model.
         experts: the number of experts of a rank.
         rows: the rows of each expert.
         repeats: the number of timed rounds.
@@ -58,7 +130,7 @@ def core_rates(*, width: int, hidden: int, experts: int, rows: int, repeats: int
     Returns:
         FLOP/s of the experts, and bytes/s of a gather, which reads and writes every row.
     """
-    draw = np.random.default_rng(0)
+    draw, width, hidden = np.random.default_rng(0), sizes.width, sizes.expert_width
     tokens = jnp.asarray(draw.normal(size=(experts * rows, width)), jnp.float32)
     weights = jnp.asarray(draw.normal(size=(experts, 3, width, hidden)) / np.sqrt(width), jnp.float32)
     sizes = jnp.full(experts, rows, jnp.int32)
@@ -71,15 +143,18 @@ def core_rates(*, width: int, hidden: int, experts: int, rows: int, repeats: int
         "mlp": functools.partial(jax.jit(jax.grad(loss, argnums=(0, 1))), tokens, weights),
         "gather": functools.partial(jax.jit(lambda tokens, order: tokens[order]), tokens, order),
     }
-    seconds = interleaved(runs, repeats=repeats)
+    seconds = interleaved(runs, repeats=repeats, shortest=READING)
     return (
         PASSES * 2 * 3 * width * hidden * len(tokens) / seconds["mlp"],
         2 * FLOAT * tokens.size / seconds["gather"],
     )
 
 
-def exchange_rates(mesh: Mesh, axis: str, *, repeats: int) -> tuple[float, float]:
+def exchange_rate(mesh: Mesh, axis: str, *, repeats: int) -> float:
     """Measure an all-to-all over one axis of the mesh, which every line of ranks runs at the same time.
+
+    Ranks arrive at different times, as in a step, and the exchange is timed from the last arrival. The mean counts and
+    not the median: gloo sends both ways of a connection at the same time or one after the other, as ranks arrive.
 
     Args:
         mesh: the mesh of nodes and their ranks.
@@ -87,13 +162,14 @@ def exchange_rates(mesh: Mesh, axis: str, *, repeats: int) -> tuple[float, float
         repeats: the number of timed rounds.
 
     Returns:
-        Bytes/s that a rank sends to others, and the seconds of an exchange of nothing. 0 bytes/s for a single rank.
+        Bytes/s that a rank sends to others; 0 for a single rank.
     """
     ends = mesh.shape[axis]
     if ends == 1:
-        return 0.0, 0.0
+        return 0.0
+    late = np.random.default_rng(jax.process_index())
 
-    def exchange_of(size: int) -> Callable[[], Any]:
+    def exchange_of(size: int) -> Callable[[], float]:
         spec = PartitionSpec(RANKS)
         shape = (mesh.size * ends, size // FLOAT)
         data = jax.make_array_from_callback(
@@ -104,48 +180,43 @@ def exchange_rates(mesh: Mesh, axis: str, *, repeats: int) -> tuple[float, float
             return jax.lax.all_to_all(data, axis, 0, 0, tiled=True)
 
         run = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
-        return functools.partial(run, data)
 
-    # The mean, not the median: gloo sends both ways of an exchange at the same time, or one after the other.
-    readings = interleaved_seconds({size: exchange_of(size) for size in (SMALL, LARGE)}, repeats=repeats)
+        def seconds() -> float:
+            multihost_utils.sync_global_devices("exchange")
+            time.sleep(late.uniform(0, LATEST))
+            begin = time.perf_counter()
+            jax.block_until_ready(run(data))
+            # Processes of one machine have the same clock.
+            times = multihost_utils.process_allgather(np.asarray([begin, time.perf_counter()]).view(np.int32))
+            begins, ends = times.reshape(-1, 4).view(np.float64).T
+            return ends.max() - begins.max()
+
+        return seconds
+
+    readings = alternating({size: exchange_of(size) for size in (SMALL, LARGE)}, repeats=repeats, warm_up=2)
     seconds = {size: float(np.mean(values)) for size, values in readings.items()}
     per_byte = (seconds[LARGE] - seconds[SMALL]) / ((ends - 1) * (LARGE - SMALL))
-    return 1 / per_byte, max(seconds[SMALL] - (ends - 1) * SMALL * per_byte, 0.0)
+    return 1 / per_byte
 
 
-def measure(topology: Topology, *, width: int, hidden: int, rows: int, repeats: int) -> Rates:
+def measure(topology: Topology, sizes: Sizes, *, tokens: int, repeats: int) -> Rates:
     """Measure the rates of all ranks at the same time. Every rank's process must call it.
 
     Args:
         topology: the grid of ranks, and the number of experts.
-        width: the model width D.
-        hidden: the expert width F.
-        rows: the token copies of an expert in a micro-batch.
+        sizes: the sizes of the model.
+        tokens: the number of tokens of a rank in a micro-batch.
         repeats: the number of timed rounds.
 
     Returns:
         The rates, equal on all ranks: those of the slowest.
     """
     mesh = expert_mesh(topology)
-    core = core_rates(width=width, hidden=hidden, experts=topology.home_slots, rows=rows, repeats=repeats)
-    slow, fast = (exchange_rates(mesh, axis, repeats=repeats) for axis in ("node", "local"))
-    own = np.asarray([*core, slow[0], fast[0], slow[1], fast[1]], np.float32)
+    rows = max(round(tokens * topology.num_ranks * sizes.top_k / topology.num_experts), 1)
+    core = core_rates(sizes, experts=topology.home_slots, rows=rows, repeats=repeats)
+    attention = attention_rates(sizes, tokens=tokens, repeats=repeats)
+    links = [exchange_rate(mesh, axis, repeats=repeats) for axis in ("node", "local")]
+    own = np.asarray([*core, *attention, *links], np.float32)
     of_ranks = multihost_utils.process_allgather(own).reshape(-1, own.size)
-    slowest = [*of_ranks[:, :4].min(0), *of_ranks[:, 4:].max(0)]
-    return Rates(*(float(rate) for rate in slowest))
-
-
-def cluster_of(rates: Rates, memory: float) -> Cluster:
-    """Return a rank of the miniature for the cost model. A network that has no second rank is as fast as the other."""
-    slow, fast = rates.slow or rates.fast, rates.fast or rates.slow
-    return Cluster(
-        matmul_flops=rates.flops,
-        fast_bandwidth=fast,
-        slow_bandwidth=slow,
-        memory=memory,
-        memory_bandwidth=rates.memory,
-        matmul_efficiency=1.0,
-        network_efficiency=1.0,
-        memory_efficiency=1.0,
-        tile=TILE_ROWS[-1],
-    )
+    slowest = np.where(np.isin(Rates._fields, ("token", "pair")), of_ranks.max(0), of_ranks.min(0))
+    return Rates(*slowest.tolist())

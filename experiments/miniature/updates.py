@@ -17,19 +17,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments.interleaving import alternating
-from experiments.miniature.contenders import Run, contenders, draw_batches
+from experiments.miniature.contenders import Draw, Run, contenders, draw_batches
 from experiments.miniature.counters import sent_bytes
-from experiments.miniature.policy import Sizes
+from experiments.miniature.phases import PHASES, REST, SUMS, seconds_by_phase
 from experiments.miniature.quota import whole_core
-from experiments.miniature.rates import Rates, cluster_of, measure
+from experiments.miniature.rates import Rates, measure
+from experiments.miniature.twins import FLOAT, TWINS, Twin, ratios
 from experiments.rl.process_group import join_processes
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.models import Model
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.programs import keep_programs
 from relibra_jax.traces.read import read_trace
-from relibra_jax.traces.trace import Trace
 
 TOLERANCE: Final = 1e-4
 """The largest relative difference of losses; plans differ in the order in which terms are summed."""
@@ -41,24 +40,28 @@ MEMORY: Final = 4e9
 class Settings:
     """What the ranks run."""
 
+    twin: str
+    """The name of the twin."""
     grid: tuple[int, int]
     """The numbers of nodes and of ranks of a node."""
-    sizes: Sizes
-    """The sizes of the model."""
-    trace: str
-    """The routing: a name or a path."""
-    samples: int
-    """The number of samples of a batch."""
+    layers: int
+    """The number of layers."""
+    trace: str | None
+    """The routing: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
+    samples: int | None
+    """The number of samples of an update; None for most of the trace."""
     micro_batches: int
     """The number of micro-batches of an update."""
     replica_slots: int
     """The number of replica slots of a rank, for planners that replicate."""
     path: str
     """The path of tokens: ``auto``, ``flat`` or ``hierarchical``."""
-    names: tuple[str, ...] | None
-    """The contenders that run, None for all."""
+    names: tuple[str, ...]
+    """The contenders that run; all if there are none."""
     repeats: int
-    """The number of timed updates of each contender."""
+    """The number of timed updates of each contender. With 0, only rates are measured."""
+    profile: bool
+    """Whether one more update of each contender is profiled."""
     out: str
     """The JSON file of the results."""
 
@@ -70,10 +73,7 @@ class Settings:
     def from_json(cls, text: str) -> "Settings":
         """Read the settings from text."""
         values = json.loads(text)
-        names = values["names"] and tuple(values["names"])
-        return cls(
-            **values | {"sizes": Sizes(**values["sizes"]), "grid": tuple(values["grid"]), "names": names}
-        )
+        return cls(**values | {name: tuple(values[name]) for name in ("grid", "names")})
 
 
 def main(settings: Settings) -> None:
@@ -82,88 +82,75 @@ def main(settings: Settings) -> None:
     # Without asynchronous dispatch, programs run in call order, so all processes are always in the same exchange.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with join_processes():
-        trace = read_trace(settings.trace)
-        draws = draw_batches(trace, samples=settings.samples, layers=settings.sizes.layers, batches=2, seed=0)
-        rates = _measure_rates(settings, trace, tokens=int(draws[-1].replay.mask.sum()))
-        _say(f"rates {rates}")
-        cost = CostModel(cluster=cluster_of(rates, MEMORY), model=_model(settings.sizes, trace))
-        runs = {}
-        for name, contender in contenders(settings.replica_slots).items():
-            if settings.names is None or name in settings.names:
-                with whole_core():
-                    runs[name] = run = Run(
-                        contender,
-                        settings.grid,
-                        trace.num_experts,
-                        sizes=settings.sizes,
-                        cost=cost,
-                        micro_batches=settings.micro_batches,
-                        draws=draws,
-                        path=settings.path,
-                    )
-                    begin = time.perf_counter()
-                    loss = float(run.update())
-                    _say(f"{name}: loss {loss:.1f}, first {time.perf_counter() - begin:.1f} s")
-        timed = {name: functools.partial(_time_update, run) for name, run in runs.items()}
-        results = alternating(timed, repeats=settings.repeats, warm_up=0)
-        rows = {
-            name: {
-                "seconds": [result[0] for result in each],
-                "fast_bytes": [int(b) for b in each[-1][1]],
-                "slow_bytes": [int(b) for b in each[-1][2]],
-                "modelled": {part: float(value) for part, value in runs[name].modelled.parts().items()},
-            }
-            for name, each in results.items()
+        trace, twin = read_trace(settings.trace), TWINS[settings.twin]
+        samples = len(trace.replay.mask) * 6 // 7 if settings.samples is None else settings.samples
+        draws = draw_batches(trace, samples=samples, layers=settings.layers, seed=0)
+        mask = np.asarray(draws[-1].replay.mask)
+        tokens = float(mask.sum()) / settings.micro_batches / jax.process_count()
+        rates = _measure_rates(settings, tokens)
+        cost = CostModel(
+            cluster=rates.cluster(MEMORY),
+            model=rates.model(twin.sizes(settings.layers), twin.num_experts),
+            compute_bytes=FLOAT,
+        )
+        report: dict[str, Any] = {
+            "settings": dataclasses.asdict(settings),
+            "rates": rates._asdict(),
+            "tokens": tokens,
+            "there": twin.real_ratios()._asdict(),
+            "here": ratios(cost, tokens=tokens, context=float(mask.sum(1).mean()))._asdict(),
         }
-        import os
-
-        if os.environ.get("PROF"):
-            from experiments.miniature.phases import profile
-            from experiments.miniature.contenders import update
-            import pickle
-
-            for name, run in runs.items():
-                with whole_core():
-                    text = (
-                        update.lower(run.model, run.optimizer, run.batch, run.sequences).compile().as_text()
-                    )
-                multihost_utils.sync_global_devices("p")
-                out = profile(run.update, text)
-                pickle.dump((out, text), open(f"/tmp/mini/prof-{name}-{jax.process_index()}.pkl", "wb"))
+        if settings.repeats:
+            report["rows"] = _measure_rows(_prepare(settings, twin, cost, draws), settings)
         if jax.process_index() == 0:
-            write_json(
-                Path(settings.out),
-                {"rates": rates._asdict(), "rows": rows, "settings": dataclasses.asdict(settings)},
+            write_json(Path(settings.out), report)
+
+
+def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw]) -> dict[str, Run]:
+    """Prepare and compile the contenders."""
+    runs: dict[str, Run] = {}
+    for name, contender in contenders(settings.replica_slots).items():
+        if settings.names and name not in settings.names:
+            continue
+        with whole_core():
+            begin = time.perf_counter()
+            runs[name] = run = Run(
+                contender,
+                settings.grid,
+                twin.num_experts,
+                sizes=twin.sizes(settings.layers),
+                cost=cost,
+                micro_batches=settings.micro_batches,
+                draws=draws,
+                path=settings.path,
             )
+            planned, loss = time.perf_counter() - begin, float(run.update())
+        ready = time.perf_counter() - begin - planned
+        _say(f"{name}: prepared in {planned:.0f} s, compiled and run once in {ready:.0f} s, loss {loss:.2f}")
+    return runs
 
 
-def _measure_rates(settings: Settings, trace: Trace, *, tokens: int) -> Rates:
+def _measure_rows(runs: dict[str, Run], settings: Settings) -> dict[str, Any]:
+    """Time the updates of all contenders, and return the results by name."""
+    timed = {name: functools.partial(_time_update, run) for name, run in runs.items()}
+    results = alternating(timed, repeats=settings.repeats, warm_up=0)
+    return {
+        name: {
+            "seconds": [seconds for seconds, _, _ in each],
+            "fast_bytes": each[-1][1].tolist(),
+            "slow_bytes": each[-1][2].tolist(),
+            "modelled": {part: float(value) for part, value in runs[name].modelled.parts().items()},
+            "phases": _profile(runs[name]) if settings.profile else None,
+        }
+        for name, each in results.items()
+    }
+
+
+def _measure_rates(settings: Settings, tokens: float) -> Rates:
     nodes, local = settings.grid
-    topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=trace.num_experts, replica_slots=0)
-    copies = tokens * settings.sizes.top_k / settings.micro_batches / trace.num_experts
-    return measure(
-        topology,
-        width=settings.sizes.width,
-        hidden=settings.sizes.expert_width,
-        rows=max(round(copies), 1),
-        repeats=15,
-    )
-
-
-def _model(sizes: Sizes, trace: Trace) -> Model:
-    width = sizes.width
-    return Model(
-        moe_layers=sizes.layers,
-        num_experts=trace.num_experts,
-        top_k=sizes.top_k,
-        width=width,
-        expert_width=sizes.expert_width,
-        shared_width=0,
-        attention_params=4 * width**2,
-        attention_width=2 * width,
-        cache_width=2 * width,
-        cache_heads=1,
-    )
+    twin = TWINS[settings.twin]
+    topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=twin.num_experts, replica_slots=0)
+    return measure(topology, twin.sizes(settings.layers), tokens=round(tokens), repeats=15)
 
 
 def _time_update(run: Run) -> tuple[float, np.ndarray, np.ndarray]:
@@ -176,6 +163,19 @@ def _time_update(run: Run) -> tuple[float, np.ndarray, np.ndarray]:
     own = np.asarray([after.fast - before.fast, after.slow - before.slow], np.float32)
     of_ranks = multihost_utils.process_allgather(own)
     return seconds, of_ranks[:, 0], of_ranks[:, 1]
+
+
+def _profile(run: Run) -> dict[str, list[float]]:
+    """Profile one update; return the seconds of each phase on each rank."""
+    with whole_core():
+        program = run.program()
+        multihost_utils.sync_global_devices("profile")
+    own = seconds_by_phase(run.update, program)
+    names = (*PHASES, SUMS, REST)
+    of_ranks = multihost_utils.process_allgather(
+        np.asarray([own.get(name, 0.0) for name in names], np.float32)
+    )
+    return {name: each.tolist() for name, each in zip(names, of_ranks.reshape(-1, len(names)).T, strict=True)}
 
 
 def _say(text: Any) -> None:

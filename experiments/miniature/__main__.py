@@ -1,0 +1,49 @@
+"""A cluster in miniature on one Linux machine: one process for each rank, links and cores limited.
+
+    python -m experiments.miniature run --nodes 2 --ranks 2 -- COMMAND      any command on every rank
+    python -m experiments.miniature compare TRACE --twin gpt-oss-20b         planners, measured and modelled
+
+Every rank has a network namespace, with links to a switch of a fast rate to its own node and a slow one to others, and
+a share of a core. All of it ends with the command, however that ends.
+"""
+
+import dataclasses
+import sys
+from typing import Annotated
+
+import tyro
+
+from experiments.miniature.cluster import Miniature
+from experiments.miniature.compare import Compare, compare
+from experiments.miniature.launch import run_on_ranks
+from experiments.program import run_program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Run a command on every rank. Rank 0 prints."""
+
+    miniature: Annotated[Miniature, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Miniature)
+    """The sizes."""
+    command: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """The command and its arguments, after ``--``. It finds the other ranks by JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
+
+
+def main(options: Run | Compare) -> int:
+    """Run a command, or compare planners."""
+    if isinstance(options, Compare):
+        return compare(options)
+    if not options.command:
+        raise ValueError("no command to run: give one after --")
+    return run_on_ranks(options.miniature, options.command)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        run_program(
+            main,
+            Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Compare, tyro.conf.subcommand("compare")],
+            description=__doc__,
+        )
+    )

@@ -1,0 +1,105 @@
+"""Measure planners on a twin: the rates of the machine first, then the links that they call for, then whole updates."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.miniature.cluster import Miniature, rate_of
+from experiments.miniature.launch import run_on_ranks
+from experiments.miniature.twins import TWINS, Twin
+from experiments.miniature.updates import Settings
+from experiments.program import TraceName
+from relibra_jax.support.suggestions import suggest_names
+
+NOMINAL: Final = {"slow": "400mbit", "fast": "3gbit"}
+"""The links with which the rates of the machine are measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Time whole updates under every planner on a scaled twin of a real model and cluster."""
+
+    trace: TraceName = None
+    """The routing: a name (recorded, synthetic-128, ...) or the path of an .npz file."""
+    twin: str = "gpt-oss-20b"
+    """The name of the twin."""
+    nodes: int = 2
+    """The number of nodes."""
+    ranks: int = 4
+    """The number of ranks of a node."""
+    core: float = 0.24
+    """The share of a core of each rank."""
+    slow: str | None = None
+    """The rate of the slow network, if it should not have the twin's ratio."""
+    fast: str | None = None
+    """The rate of the fast network, likewise."""
+    layers: int = 4
+    """The number of layers."""
+    samples: int | None = None
+    """The number of samples of an update. None takes six sevenths of the trace; homes are found from the rest."""
+    micro_batches: int = 32
+    """The number of micro-batches of an update."""
+    replica_slots: int = 1
+    """The number of replica slots of a rank, for planners that replicate."""
+    path: str = "auto"
+    """The path of tokens: auto, flat or hierarchical."""
+    contenders: tuple[str, ...] = ()
+    """The names of the runs to compare. Without any, all are compared."""
+    repeats: int = 5
+    """The number of timed updates of each run. Runs alternate."""
+    profile: bool = True
+    """Whether one more update of each is profiled."""
+    out: Path = Path("out/miniature")
+    """The folder of the results."""
+
+
+def compare(options: Compare) -> int:
+    """Run the comparison; return the exit status.
+
+    Raises:
+        ValueError: if the twin is unknown, or a number is out of range.
+    """
+    twin = TWINS.get(options.twin)
+    if twin is None:
+        raise ValueError(f"twin={options.twin!r}: no such twin{suggest_names(options.twin, TWINS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = Settings(
+        twin=options.twin,
+        grid=(options.nodes, options.ranks),
+        layers=options.layers,
+        trace=options.trace,
+        samples=options.samples,
+        micro_batches=options.micro_batches,
+        replica_slots=options.replica_slots,
+        path=options.path,
+        names=options.contenders,
+        repeats=0,
+        profile=options.profile,
+        out=str(options.out / "rates.json"),
+    )
+    miniature = Miniature(nodes=options.nodes, ranks=options.ranks, core=options.core, **NOMINAL)
+    if status := _run(miniature, settings):
+        return status
+    rates = json.loads((options.out / "rates.json").read_text())["rates"]
+    slow, fast = _links(options, twin, rates)
+    miniature = dataclasses.replace(miniature, slow=slow, fast=fast)
+    print(f"links: {miniature.slow} between nodes, {miniature.fast} inside", file=sys.stderr)
+    settings = dataclasses.replace(settings, repeats=options.repeats, out=str(options.out / "updates.json"))
+    return _run(miniature, settings)
+
+
+def _run(miniature: Miniature, settings: Settings) -> int:
+    return run_on_ranks(
+        miniature, [sys.executable, "-m", "experiments.miniature.updates", settings.to_json()]
+    )
+
+
+def _links(options: Compare, twin: Twin, rates: dict[str, Any]) -> tuple[str, str]:
+    """Return the rates of links with which exchanges, which reach a share of them, have the twin's ratios."""
+    slow, fast = (
+        f"{8 * needed * rate_of(NOMINAL[name]) / rates[name] / 1e6:.0f}mbit" if rates[name] else NOMINAL[name]
+        for name, needed in zip(("slow", "fast"), twin.links(rates["flops"]), strict=True)
+    )
+    return options.slow or slow, options.fast or fast
