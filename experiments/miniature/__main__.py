@@ -15,6 +15,7 @@ import tyro
 
 from experiments.miniature.cluster import Miniature
 from experiments.miniature.compare import Compare, compare
+from experiments.miniature.faults import Fault
 from experiments.miniature.launch import run_on_ranks
 from experiments.program import run_program
 
@@ -25,6 +26,9 @@ class Run:
 
     miniature: Annotated[Miniature, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Miniature)
     """The sizes."""
+    fault: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A fault to cause: ``down:1@20+10`` takes down the link of rank 1 after 20 s for 10 s, ``slow:1@20`` gives it a
+    tenth of its rates for good, and ``stop:1@20+10`` stops the rank's process. May be given several times."""
     command: Annotated[tuple[str, ...], tyro.conf.Positional]
     """The command and its arguments, after ``--``. It finds the other ranks by JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
@@ -36,7 +40,8 @@ def main(options: Run | Compare) -> int:
         return compare(options)
     if not options.command:
         raise ValueError("no command to run: give one after --")
-    return run_on_ranks(options.miniature, options.command)
+    faults = [Fault.parse(text) for text in options.fault]
+    return run_on_ranks(options.miniature, options.command, faults=faults)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The miniature's sizes, and the commands that build its network.
 
-Every rank has a network namespace with one interface. A switch, which is a bridge in the namespace of all of them, joins
-the interfaces. What a rank sends and what it receives is limited by HTB (`man tc-htb`): to the rate of the fast network
-for the other ranks of its node, and to the rate of the slow network for all other ranks, at the same time in both
-directions.
+Every rank has a network namespace with one interface. A switch, which is a bridge in a namespace around them, joins the
+interfaces. What a rank sends and what it receives is limited by HTB (`man tc-htb`): to the rate of the fast network for
+the other ranks of its node, and to that of the slow network for all other ranks, at the same time in both directions.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ NETWORK: Final = "10.77"
 PORT: Final = 9000
 """The port of the first rank at which the processes meet. Its namespace has no other program."""
 SOCKETS: Final = {"tcp_limit_output_bytes": 65536, "tcp_slow_start_after_idle": 0}
-"""What keeps connections at the rate of their link. With a long queue, the receipts of one direction wait behind the data
-of the other, so that an exchange takes up to twice as long; and connections would start slowly again after each pause."""
+"""Settings of the kernel that keep connections at the rate of their link: short queues, so that the receipts of one
+direction do not wait behind the data of the other, and no slow start after a pause."""
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
 _UNITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9}
 _BURST: Final = "64kb"
@@ -117,16 +116,27 @@ class Miniature:
             ]
         return commands
 
+    def rate_commands(self, tc: str, device: str, *, change: str = "add", share: float = 1.0) -> list[str]:
+        """Return the commands that set the rates of a device.
+
+        Args:
+            tc: the command in the device's namespace.
+            device: the name of the device.
+            change: ``add`` for a new device, ``change`` for one that has rates.
+            share: the share of its rates that the device gets.
+        """
+        return [
+            f"{tc} class {change} dev {device} parent 1: classid 1:{number} htb rate {share * 8 * rate:.0f}bit"
+            f" burst {_BURST} cburst {_BURST} quantum 60000"
+            for number, rate in ((_FAST, self.fast_bytes), (_SLOW, self.slow_bytes))
+        ]
+
     def _limit(self, tc: str, device: str, end: str, rank: int) -> list[str]:
         """Return the commands that limit the rates of a device by the other end of the connection."""
         node = f"{NETWORK}.{rank // self.ranks}.0/24"
         return [
             f"{tc} qdisc add dev {device} root handle 1: htb default {_SLOW}",
-            *(
-                f"{tc} class add dev {device} parent 1: classid 1:{number} htb rate {rate} burst {_BURST}"
-                f" cburst {_BURST} quantum 60000"
-                for number, rate in ((_FAST, self.fast), (_SLOW, self.slow))
-            ),
+            *self.rate_commands(tc, device),
             f"{tc} filter add dev {device} parent 1: protocol ip u32 match ip {end} {node} flowid 1:{_FAST}",
         ]
 

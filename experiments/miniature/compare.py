@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Console
+
 from experiments.miniature.cluster import Miniature, rate_of
 from experiments.miniature.launch import run_on_ranks
+from experiments.miniature.report import agreement, describe_machine, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
 from experiments.program import TraceName
+from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.suggestions import suggest_names
 
 NOMINAL: Final = {"slow": "400mbit", "fast": "3gbit"}
@@ -86,8 +90,20 @@ def compare(options: Compare) -> int:
     slow, fast = _links(options, twin, rates)
     miniature = dataclasses.replace(miniature, slow=slow, fast=fast)
     print(f"links: {miniature.slow} between nodes, {miniature.fast} inside", file=sys.stderr)
-    settings = dataclasses.replace(settings, repeats=options.repeats, out=str(options.out / "updates.json"))
-    return _run(miniature, settings)
+    path = options.out / f"{options.twin}-{options.nodes}x{options.ranks}-{options.micro_batches}.json"
+    settings = dataclasses.replace(settings, repeats=options.repeats, out=str(path))
+    if status := _run(miniature, settings):
+        return status
+    report = json.loads(path.read_text()) | describe_machine() | {"links": dataclasses.asdict(miniature)}
+    report["trace"] = Path(options.trace).name if options.trace else "recorded"
+    report["agreement"] = agreement(speeds(report["rows"]))._asdict()
+    write_json(path, report)
+    draw_speeds(path.with_suffix(".png"), report)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    for table in make_tables(report):
+        console.print(table)
+    console.print(f"model: {report['agreement']}; numbers and figure: {path}, {path.with_suffix('.png')}")
+    return 0
 
 
 def _run(miniature: Miniature, settings: Settings) -> int:

@@ -9,9 +9,12 @@ from flax import nnx
 
 from experiments.contenders import route_evenly
 from experiments.miniature.policy import VOCABULARY, Sizes, make_policy
-from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
+from experiments.miniature.rates import FLOAT, PASSES
+from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.types import EMPTY, BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_gradients, expert_mesh
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -53,6 +56,10 @@ def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[
     }
 
 
+CROSSINGS: Final = 4
+"""The exchanges of a row in a layer: dispatch and combine, forward and backward."""
+RETURN: Final = 2
+"""The transfers of a resident in an update: its weights out, its gradient back."""
 BALANCED: Final = "forced balanced"
 """The name of the run with the same tokens, routed to experts so that all of them get the same number."""
 
@@ -180,6 +187,30 @@ class Run:
         assert cost is not None
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         return batch_time(_on_host(plan), lengths, topology, cost.price(topology), visits=self.batch.visits)
+
+    @property
+    def needed(self) -> dict[str, int]:
+        """The bytes that all ranks together need to send over each network, without the padding of lanes.
+
+        They are the rows of dispatch and combine, forward and backward; replicas and residents, out and back.
+        """
+        plan, topology = _on_host(self.batch.batch_plan), self.batch.parallel.topology
+        layers, experts = plan.layer_plans(), self.model.blocks.experts
+        rows = count_traffic(layers, topology, visits=self.batch.visits)
+        row = CROSSINGS * experts.width * FLOAT
+        expert = 3 * experts.width * experts.expert_width * FLOAT
+        replicas = np.asarray(plan.plan.slot_expert)[..., topology.held_slots :]  # [M L N G R]
+        node = np.asarray(plan.plan.home) // (topology.home_slots * topology.ranks_per_node)
+        layer, own_node = np.ogrid[: replicas.shape[1], : topology.num_nodes]
+        home_node = node[layer[..., None, None], replicas]
+        across = (replicas != EMPTY) & (home_node != own_node[..., None, None])
+        inside = (replicas != EMPTY) & ~across
+        residents = np.asarray(resident_experts(plan.plan, topology)) != EMPTY
+        transfers = PASSES * int(across.sum()) + RETURN * int(residents.sum())
+        return {
+            "slow": row * int(rows.slow_sent.sum()) + expert * transfers,
+            "fast": row * int(rows.fast_sent.sum()) + expert * PASSES * int(inside.sum()),
+        }
 
 
 def _on_host(plan: BatchPlan) -> BatchPlan:

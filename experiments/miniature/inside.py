@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.miniature.cluster import Miniature, host_name
+from experiments.miniature.faults import Fault, cause
 from experiments.miniature.quota import Groups
 
 GRACE_SECONDS: Final = 120
@@ -72,6 +73,7 @@ def main(settings: dict[str, Any]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     processes = [start(miniature, groups, settings["command"], rank) for rank in range(miniature.size)]
+    cause([Fault(*fault) for fault in settings["faults"]], miniature, processes)
     try:
         return wait(processes)
     except KeyboardInterrupt:

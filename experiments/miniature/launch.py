@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.miniature.cluster import Miniature
+from experiments.miniature.faults import Fault
 from experiments.miniature.quota import cpu_groups
 
 PROGRAMS = {
@@ -27,7 +28,7 @@ PROGRAMS = {
 """The programs that build a miniature, and the packages that have them."""
 
 
-def run_on_ranks(miniature: Miniature, command: Sequence[str], *, faults: Sequence[str] = ()) -> int:
+def run_on_ranks(miniature: Miniature, command: Sequence[str], *, faults: Sequence[Fault] = ()) -> int:
     """Build a miniature, run a command on every rank, and remove the miniature.
 
     Every rank's process has the variables with which `jax.distributed.initialize` finds the others. Rank 0 prints; the
@@ -36,14 +37,17 @@ def run_on_ranks(miniature: Miniature, command: Sequence[str], *, faults: Sequen
     Args:
         miniature: the sizes.
         command: the command and its arguments.
-        faults: the faults to cause, as `experiments.miniature.faults.Fault` reads them.
+        faults: the faults to cause meanwhile.
 
     Returns:
         The exit status: 0 if all ranks ended with 0.
 
     Raises:
-        ValueError: if something is missing: a program, a right, or a feature of the kernel.
+        ValueError: if a fault is of a rank that is not there, or something is missing: a program, a right, or a
+            feature of the kernel.
     """
+    for fault in faults:
+        fault.check(miniature)
     namespaces = _namespaces()
     with cpu_groups(miniature) as groups:
         settings = {

@@ -1,7 +1,4 @@
-"""What a rank of the miniature computes, reads and exchanges in a second, measured with the functions that a layer runs.
-
-The seconds of a byte are the slope of a line through a small and a large exchange.
-"""
+"""What a rank of the miniature computes, reads and sends in a second, measured with the functions that a layer runs."""
 
 import functools
 import time
@@ -133,11 +130,11 @@ def core_rates(sizes: Sizes, *, experts: int, rows: int, repeats: int) -> tuple[
     draw, width, hidden = np.random.default_rng(0), sizes.width, sizes.expert_width
     tokens = jnp.asarray(draw.normal(size=(experts * rows, width)), jnp.float32)
     weights = jnp.asarray(draw.normal(size=(experts, 3, width, hidden)) / np.sqrt(width), jnp.float32)
-    sizes = jnp.full(experts, rows, jnp.int32)
+    group_sizes = jnp.full(experts, rows, jnp.int32)
     order = jnp.asarray(draw.permutation(len(tokens)), jnp.int32)
 
     def loss(tokens, weights):
-        return grouped_mlp(tokens, (weights,), sizes, jnp.ones(len(tokens))).sum()
+        return grouped_mlp(tokens, (weights,), group_sizes, jnp.ones(len(tokens))).sum()
 
     runs: dict[str, Callable[[], Any]] = {
         "mlp": functools.partial(jax.jit(jax.grad(loss, argnums=(0, 1))), tokens, weights),

@@ -101,9 +101,18 @@ def main(settings: Settings) -> None:
             "here": ratios(cost, tokens=tokens, context=float(mask.sum(1).mean()))._asdict(),
         }
         if settings.repeats:
-            report["rows"] = _measure_rows(_prepare(settings, twin, cost, draws), settings)
-        if jax.process_index() == 0:
-            write_json(Path(settings.out), report)
+            runs = _prepare(settings, twin, cost, draws)
+            report["rows"] = _measure_rows(runs, settings.repeats)
+        _write(report, settings)
+        if settings.repeats and settings.profile:
+            for name, run in runs.items():
+                report["rows"][name]["phases"] = _profile(run)
+            _write(report, settings)
+
+
+def _write(report: dict[str, Any], settings: Settings) -> None:
+    if jax.process_index() == 0:
+        write_json(Path(settings.out), report)
 
 
 def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw]) -> dict[str, Run]:
@@ -130,17 +139,18 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     return runs
 
 
-def _measure_rows(runs: dict[str, Run], settings: Settings) -> dict[str, Any]:
+def _measure_rows(runs: dict[str, Run], repeats: int) -> dict[str, Any]:
     """Time the updates of all contenders, and return the results by name."""
     timed = {name: functools.partial(_time_update, run) for name, run in runs.items()}
-    results = alternating(timed, repeats=settings.repeats, warm_up=0)
+    results = alternating(timed, repeats=repeats, warm_up=0)
     return {
         name: {
             "seconds": [seconds for seconds, _, _ in each],
             "fast_bytes": each[-1][1].tolist(),
             "slow_bytes": each[-1][2].tolist(),
+            "needed": runs[name].needed,
             "modelled": {part: float(value) for part, value in runs[name].modelled.parts().items()},
-            "phases": _profile(runs[name]) if settings.profile else None,
+            "phases": None,
         }
         for name, each in results.items()
     }

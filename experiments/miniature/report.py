@@ -1,0 +1,185 @@
+"""The results of a comparison: a table of measured and modelled speed, a table of ratios, and a figure."""
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.table import Table
+
+from experiments.miniature.contenders import BALANCED
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import SERIES
+
+
+class Speed(NamedTuple):
+    """The speed of a contender, relative to the forced balanced run."""
+
+    measured: float
+    """From the medians of the timed updates."""
+    least: float
+    """From its slowest update."""
+    most: float
+    """From its fastest update."""
+    modelled: float
+    """From the cost model with the measured rates."""
+
+    @property
+    def error(self) -> float:
+        """The modelled speed over the measured one, less 1."""
+        return self.modelled / self.measured - 1
+
+
+class Agreement(NamedTuple):
+    """How well the cost model predicts the measured speeds of all contenders but the forced balanced run."""
+
+    rank_correlation: float
+    """Spearman's correlation of the orders of contenders."""
+    median_error: float
+    """The median of the errors' sizes."""
+    largest_error: float
+    """The largest of the errors' sizes."""
+
+
+def speeds(rows: Mapping[str, Any]) -> dict[str, Speed]:
+    """Return the speed of every contender.
+
+    Args:
+        rows: the results of `experiments.miniature.updates`, with the seconds of updates and modelled parts.
+
+    >>> rows = {"static": {"seconds": [4.0, 5.0, 6.0], "modelled": {"compute": 8.0}}}
+    >>> rows["forced balanced"] = {"seconds": [4.0], "modelled": {"compute": 7.0}}
+    >>> speeds(rows)["static"]
+    Speed(measured=0.8, least=0.6666666666666666, most=1.0, modelled=0.875)
+    """
+    balanced = statistics.median(rows[BALANCED]["seconds"])
+    modelled = sum(rows[BALANCED]["modelled"].values())
+    return {
+        name: Speed(
+            balanced / statistics.median(row["seconds"]),
+            balanced / max(row["seconds"]),
+            balanced / min(row["seconds"]),
+            modelled / sum(row["modelled"].values()),
+        )
+        for name, row in rows.items()
+    }
+
+
+def agreement(of: Mapping[str, Speed]) -> Agreement:
+    """Compare modelled and measured speeds.
+
+    Args:
+        of: the speeds, as `speeds` returns them.
+
+    >>> agreement({"a": Speed(0.5, 0.5, 0.5, 0.6), "b": Speed(0.8, 0.8, 0.8, 0.8), BALANCED: Speed(1, 1, 1, 1)})
+    Agreement(rank_correlation=1.0, median_error=0.1, largest_error=0.2)
+    """
+    pairs = [(speed.measured, speed.modelled) for name, speed in of.items() if name != BALANCED]
+    errors = [abs(modelled / measured - 1) for measured, modelled in pairs]
+    orders = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
+    correlation = float(np.asarray(np.corrcoef(orders.T))[0, 1]) if len(pairs) > 1 else float("nan")
+    return Agreement(round(correlation, 3), round(statistics.median(errors), 4), round(max(errors), 4))
+
+
+def make_tables(report: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of a report: ratios, speeds, bytes, and phases if there are any.
+
+    Args:
+        report: the results of `experiments.miniature.updates`.
+    """
+    rows = report["rows"]
+    tables = [_ratios_table(report), _speed_table(rows), _bytes_table(rows)]
+    return [*tables, _phases_table(rows)] if rows[BALANCED]["phases"] else tables
+
+
+def _ratios_table(report: Mapping[str, Any]) -> Table:
+    table = _table(f"{report['settings']['twin']}: ratios of times", "ratio", "real", "here")
+    for name, real in report["there"].items():
+        table.add_row(name, f"{real:.2f}", f"{report['here'][name]:.2f}")
+    return table
+
+
+def _speed_table(rows: Mapping[str, Any]) -> Table:
+    columns = ("s per update", "speed", "slowest to fastest", "modelled", "error")
+    table = _table("Speed, forced balanced = 100%", "contender", *columns)
+    for name, speed in speeds(rows).items():
+        table.add_row(
+            name,
+            f"{statistics.median(rows[name]['seconds']):.2f}",
+            f"{speed.measured:.1%}",
+            f"{speed.least:.1%} to {speed.most:.1%}",
+            f"{speed.modelled:.1%}",
+            f"{speed.error:+.1%}",
+        )
+    return table
+
+
+def _bytes_table(rows: Mapping[str, Any]) -> Table:
+    columns = ("slow, sent", "busiest rank", "needed", "fast, sent", "busiest rank", "needed")
+    table = _table("MB of an update over each network", "contender", *columns)
+    for name, row in rows.items():
+        cells = []
+        for network in ("slow", "fast"):
+            sent = np.array(row[f"{network}_bytes"]) / 1e6
+            cells += [sent.sum(), sent.max(), row["needed"][network] / 1e6]
+        table.add_row(name, *(f"{cell:.0f}" for cell in cells))
+    return table
+
+
+def _phases_table(rows: Mapping[str, Any]) -> Table:
+    names = list(rows[BALANCED]["phases"])
+    title = "Seconds of an update by phase, mean of the ranks, waits included; phases may overlap"
+    table = _table(title, "contender", *(name.replace("_", " ") for name in names))
+    for name, row in rows.items():
+        table.add_row(name, *(f"{np.mean(row['phases'][phase]):.2f}" for phase in names))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+    return table
+
+
+def draw_speeds(path: Path, report: Mapping[str, Any]) -> None:
+    """Draw measured beside modelled speed of every contender, with the spread of its updates.
+
+    Args:
+        path: the PNG file to write.
+        report: the results of `experiments.miniature.updates`.
+    """
+    of = speeds(report["rows"])
+    at = np.arange(len(of))[::-1]
+    measured = 100 * np.array([speed.measured for speed in of.values()])
+    spread = [
+        measured - 100 * np.array([speed.least for speed in of.values()]),
+        100 * np.array([speed.most for speed in of.values()]) - measured,
+    ]
+    figure, axes = plt.subplots(figsize=(8, 0.45 * len(of) + 1.2), layout="constrained")
+    axes.barh(
+        at + 0.2, measured, 0.38, xerr=spread, color=SERIES[0], label="measured, slowest to fastest update"
+    )
+    modelled = [100 * speed.modelled for speed in of.values()]
+    axes.barh(at - 0.2, modelled, 0.38, color=SERIES[1], label="modelled with the measured rates")
+    axes.set_yticks(at, list(of))
+    axes.axvline(100, color="0.5", linewidth=0.8)
+    axes.set_xlabel("speed of a whole update, forced balanced = 100%")
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    bare(axes, "x")
+    save_figure(figure, path)
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the machine, the date and the version of JAX, for a report."""
+    return {
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), Linux {platform.release()}",
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+    }

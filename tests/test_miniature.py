@@ -1,0 +1,255 @@
+"""The miniature: its commands, its network and quota where this machine allows them, and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.miniature.__main__ import Compare, Run, main
+from experiments.miniature.attention import attend
+from experiments.miniature.cluster import Miniature
+from experiments.miniature.contenders import BALANCED, draw_batches, even_routing
+from experiments.miniature.launch import run_on_ranks, why_not
+from experiments.miniature.quota import MOUNT
+from experiments.miniature.report import Speed, agreement, draw_speeds, make_tables, speeds
+from experiments.miniature.twins import TWINS
+from relibra_jax.traces.calibrated import GPT_OSS_20B, draw_trace
+
+PRIVILEGES = why_not()
+needs_privileges = pytest.mark.skipif(PRIVILEGES is not None, reason=f"no miniature here: {PRIVILEGES}")
+SMALL = Miniature(nodes=2, ranks=1, slow="80mbit", fast="800mbit", core=0.5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"nodes": 0}, "nodes=0 must be from 1 to 250"),
+        ({"slow": "0mbit"}, "slow='0mbit' must be a rate above 0"),
+        ({"fast": "fast"}, "'fast' is not a rate: a number and kbit, mbit or gbit"),
+        ({"core": 0.0}, "core=0 for each of 4 ranks must be above 0"),
+        ({"nodes": 100, "core": 1.0}, "core=1 for each of 200 ranks must be above 0 and need at most the"),
+    ],
+)
+def test_miniature_refuses_impossible_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Miniature(**sizes)
+
+
+def test_a_command_must_be_given():
+    with pytest.raises(ValueError, match="no command to run"):
+        main(Run(command=()))
+
+
+def test_compare_refuses_an_unknown_twin():
+    with pytest.raises(ValueError, match="twin='qwen3-31b': no such twin; did you mean qwen3-30b"):
+        main(Compare(twin="qwen3-31b"))
+
+
+def test_miniature_says_in_one_line_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="the program 'ip' of iproute2 is missing"):
+        run_on_ranks(SMALL, ["true"])
+
+
+def remains():
+    """Return what a miniature could leave on this machine: control groups, namespaces, interfaces, processes."""
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return (
+        sorted(map(str, MOUNT.glob("**/relibra-*"))),
+        sorted(os.listdir("/run/netns")) if Path("/run/netns").exists() else [],
+        links,
+        [line for line in processes.splitlines() if "miniature.inside" in line],
+    )
+
+
+PROBE = """
+import json, os, pathlib, socket, time
+rank = int(os.environ["JAX_PROCESS_ID"])
+host = socket.gethostbyname(socket.gethostname())
+if rank:
+    server = socket.create_server((host, 7000))
+    connection, _ = server.accept()
+    while connection.recv(1 << 16):
+        pass
+else:
+    time.sleep(0.5)
+    link = socket.create_connection(("10.77.1.1", 7000))
+    begin = time.perf_counter()
+    link.sendall(bytes(4_000_000))
+    sent = time.perf_counter() - begin
+    begin, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < begin + 1:
+        pass
+    share = time.process_time() - used
+    print(json.dumps([socket.gethostname(), host, 4 / sent, share]))
+"""
+
+
+@pytest.mark.slow
+@needs_privileges
+def test_ranks_have_the_rates_and_the_share_of_a_core_that_they_should(tmp_path, capfd):
+    before, program = remains(), tmp_path / "probe.py"
+    program.write_text(PROBE)
+    assert run_on_ranks(SMALL, [sys.executable, str(program)]) == 0
+    name, host, megabytes, share = json.loads(capfd.readouterr().out)
+    assert (name, host) == ("rank0", "10.77.0.1")
+    # What the sockets still hold when the last byte is accepted has not crossed yet.
+    assert 9 < megabytes < 40, "10 MB/s and full buffers"
+    assert 0.3 < share < 0.7
+    assert remains() == before
+
+
+@pytest.mark.slow
+@needs_privileges
+def test_miniature_ends_with_the_status_of_a_rank_that_fails():
+    assert run_on_ranks(SMALL, ["sh", "-c", "exit $((3 * JAX_PROCESS_ID))"]) == 3
+
+
+@pytest.mark.slow
+@needs_privileges
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_miniature_leaves_nothing_behind(ending, tmp_path):
+    before, started = remains(), tmp_path / "started"
+    command = ["run", "--nodes", "2", "--ranks", "1", "--core", "0.5", "--"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.miniature", *command, "sh", "-c", f"touch {started}; sleep 1000"],
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    try:
+        while not started.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        # A terminal interrupts all processes of the group; everything else reaches one.
+        (os.killpg if ending == signal.SIGINT else os.kill)(process.pid, ending)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 10
+    while remains() != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert remains() == before
+
+
+@pytest.mark.slow
+@needs_privileges
+def test_miniature_ends_if_a_rank_is_killed(monkeypatch):
+    monkeypatch.setattr("experiments.miniature.inside.GRACE_SECONDS", 1)
+    before = remains()
+    status = run_on_ranks(SMALL, ["sh", "-c", "test $JAX_PROCESS_ID = 0 || kill -9 $$; sleep 2"])
+    assert status == -signal.SIGKILL % 256
+    assert remains() == before
+
+
+@pytest.mark.long
+@needs_privileges
+def test_compare_measures_and_models_every_contender(tmp_path):
+    options = Compare(
+        trace="synthetic-32",
+        nodes=2,
+        ranks=1,
+        core=0.9,
+        layers=1,
+        samples=32,
+        micro_batches=2,
+        contenders=("static", "ReLibra, 1 resident", BALANCED),
+        repeats=2,
+        out=tmp_path,
+    )
+    assert main(options) == 0
+    report = json.loads((tmp_path / "gpt-oss-20b-2x1-2.json").read_text())
+    assert list(report["rows"]) == list(options.contenders)
+    for row in report["rows"].values():
+        assert len(row["seconds"]) == 2
+        assert sum(row["slow_bytes"]) > row["needed"]["slow"] > 0
+        assert sum(row["modelled"].values()) > 0
+        assert row["phases"]["experts"][0] > 0
+    assert (tmp_path / "gpt-oss-20b-2x1-2.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("lengths", [[300, 1, 129, 200], [7], [128, 128]])
+def test_attend_equals_dense_attention_in_values_and_gradients(lengths):
+    tokens, rng = sum(lengths) + 5, np.random.default_rng(0)
+    segments = np.pad(np.repeat(np.arange(len(lengths)), lengths), (0, 5), constant_values=-1)
+    first = np.pad(np.repeat(np.cumsum(lengths) - lengths, lengths), (0, 5))
+    query, key, value, weight = rng.normal(size=(4, tokens, 2, 8)).astype(np.float32)
+    query, key = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (query, key))
+    seen = (segments[:, None] == segments) & (segments[:, None] >= 0) & np.tri(tokens, dtype=bool)
+
+    def dense(query, key, value):
+        weights = jnp.exp(jnp.einsum("qhd,khd->qkh", query, key)) * seen[..., None]
+        return jnp.einsum("qkh,khd->qhd", weights, value) / jnp.maximum(weights.sum(1), 1e-9)[..., None]
+
+    def blocked(query, key, value):
+        return attend(query, key, value, jnp.asarray(segments), jnp.asarray(first))
+
+    results = [
+        jax.jit(jax.value_and_grad(lambda *qkv, f=f: (f(*qkv) * weight).sum(), argnums=(0, 1, 2)))(
+            query, key, value
+        )
+        for f in (blocked, dense)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_have_no_common_sample_and_even_routing_is_even():
+    trace = draw_trace(GPT_OSS_20B, samples=12, layers=2)
+    before, batch = draw_batches(trace, samples=8, layers=2, seed=0)
+    assert (len(before.tokens), len(batch.tokens)) == (4, 8)
+    ids = [np.asarray(draw.replay.expert_ids) for draw in (before, batch)]
+    assert not any(np.array_equal(one, other) for one in ids[0] for other in ids[1])
+    even, mask = even_routing(batch, 32).replay
+    for layer in range(2):
+        assert np.ptp(np.bincount(np.asarray(even)[np.asarray(mask), layer].ravel(), minlength=32)) <= 1
+    with pytest.raises(
+        ValueError, match="has 12 samples x 2 layers: a batch of samples=12 needs at least one more"
+    ):
+        draw_batches(trace, samples=12, layers=2, seed=0)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_links_have_the_real_ratios(name):
+    twin, flops = TWINS[name], 1e10
+    slow, fast = twin.links(flops)
+    real = twin.real_ratios()
+    # Of one token copy: three passes of three products, and four crossings of a row.
+    copy, crossing = 3 * 6 * twin.width * twin.expert_width / flops, 4 * 4 * twin.width / slow
+    assert crossing / copy == pytest.approx(real.crossing)
+    assert fast / slow == pytest.approx(real.links)
+
+
+def rows(**seconds):
+    phases = {"experts": [1.0, 2.0]}
+    counts = {"slow_bytes": [1e6, 3e6], "fast_bytes": [0, 0], "needed": {"slow": 2e6, "fast": 0}}
+    return {
+        name.replace("_", " "): counts
+        | {"seconds": [value, 1.1 * value, 0.9 * value], "modelled": {"all": value}, "phases": phases}
+        for name, value in seconds.items()
+    }
+
+
+def test_report_shows_speed_and_agreement(tmp_path):
+    results = rows(static=4.0, ReLibra=2.5, forced_balanced=2.0)
+    results["static"]["modelled"]["all"] = 5.0
+    of = speeds(results)
+    assert of["static"] == Speed(0.5, 0.5 / 1.1, 0.5 / 0.9, 0.4)
+    assert agreement(of) == (1.0, 0.1, 0.2)
+    report = {
+        "rows": results,
+        "settings": {"twin": "gpt-oss-20b"},
+        "there": {"crossing": 2.0},
+        "here": {"crossing": 1.5},
+    }
+    assert [table.row_count for table in make_tables(report)] == [1, 3, 3, 3]
+    draw_speeds(tmp_path / "speeds.png", report)
+    assert (tmp_path / "speeds.png").stat().st_size > 0
