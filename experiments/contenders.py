@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 
 from relibra_jax.contract.types import (
     BALANCE,
@@ -118,7 +118,7 @@ def draw_samples(
 
 
 def route_evenly(
-    expert_ids: Int[np.ndarray, "B T L K"], mask: Bool[np.ndarray, "B T"], num_experts: int
+    expert_ids: Integer[np.ndarray, "B T L K"], mask: Bool[np.ndarray, "B T"], num_experts: int
 ) -> Int[np.ndarray, "B T L K"]:
     """Route the same tokens to random experts so that every expert receives the same number of tokens.
 

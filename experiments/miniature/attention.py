@@ -23,10 +23,10 @@ class _Blocks(NamedTuple):
 
     def seen(self, queries: Any, keys: Any) -> jax.Array:
         """Return which keys of a block each query of a block sees."""
-        index = jnp.arange(BLOCK)
-        same = self.segments[queries][:, None] == self.segments[keys]
-        before = (queries * BLOCK + index)[:, None] >= keys * BLOCK + index
-        return same & before & (self.segments[queries] >= 0)[:, None]
+        row, column = jnp.ogrid[:BLOCK, :BLOCK]
+        own = self.segments[queries][:, None]
+        same = own == self.segments[keys][None]
+        return same & (own >= 0) & (queries * BLOCK + row >= keys * BLOCK + column)
 
 
 def attend(
@@ -75,7 +75,7 @@ def _attend(query, key, value, blocks: _Blocks):
 
 def _weights(query, key, blocks: _Blocks, queries, keys):
     """Return the weights ``[H, q, k]`` of a block of keys for a block of queries, not yet normalised."""
-    return jnp.exp(query[queries] @ jnp.matrix_transpose(key[keys])) * blocks.seen(queries, keys)
+    return jnp.exp(query[queries] @ jnp.matrix_transpose(key[keys])) * blocks.seen(queries, keys)[None]
 
 
 def _forward(query, key, value, blocks: _Blocks):

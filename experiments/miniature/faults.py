@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Self, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from experiments.miniature.cluster import Miniature, host_name, port_name
 
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
     """How long it lasts; None for good."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> "Fault":
         """Read a fault from text: a kind, a rank, the seconds before it, and how long it lasts.
 
         Args:

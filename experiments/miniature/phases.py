@@ -67,7 +67,7 @@ def phase_of(operation: str, scopes: Mapping[str, str]) -> str:
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of spans.
 
-    >>> covered([(0, 2), (1, 3), (5, 6)])
+    >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
     4.0
     """
     total, end = 0.0, float("-inf")

@@ -15,9 +15,9 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 
-CONTEXT: Final = 4096
+CONTEXT: Final = 4096.0
 """The mean length of a real sample in tokens."""
-TOKENS: Final = 16384
+TOKENS: Final = 16384.0
 """The tokens of a real rank in a micro-batch."""
 FLOAT: Final = 4
 """The bytes of a number of the twin."""
