@@ -17,6 +17,7 @@ from experiments.miniature.__main__ import Compare, Run, main
 from experiments.miniature.attention import attend
 from experiments.miniature.cluster import Miniature
 from experiments.miniature.contenders import BALANCED, draw_batches, even_routing
+from experiments.miniature.faults import Fault
 from experiments.miniature.launch import run_on_ranks, why_not
 from experiments.miniature.quota import MOUNT
 from experiments.miniature.report import Speed, agreement, draw_speeds, make_tables, speeds
@@ -142,12 +143,60 @@ def test_miniature_leaves_nothing_behind(ending, tmp_path):
 
 @pytest.mark.slow
 @needs_privileges
-def test_miniature_ends_if_a_rank_is_killed(monkeypatch):
-    monkeypatch.setattr("experiments.miniature.inside.GRACE_SECONDS", 1)
+def test_miniature_ends_if_a_rank_is_killed():
     before = remains()
     status = run_on_ranks(SMALL, ["sh", "-c", "test $JAX_PROCESS_ID = 0 || kill -9 $$; sleep 2"])
     assert status == -signal.SIGKILL % 256
     assert remains() == before
+
+
+ROUND_TRIPS = """
+import json, os, socket, time
+if os.environ["JAX_PROCESS_ID"] == "1":
+    connection, _ = socket.create_server(("10.77.1.1", 7000)).accept()
+    while connection.recv(100_000, socket.MSG_WAITALL):
+        connection.sendall(b"x")
+else:
+    time.sleep(0.5)
+    link, times = socket.create_connection(("10.77.1.1", 7000)), []
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        link.sendall(bytes(100_000))
+        link.recv(1)
+        times.append(time.monotonic() - begin)
+    print(json.dumps(times))
+"""
+
+
+@pytest.mark.slow
+@needs_privileges
+@pytest.mark.parametrize(
+    ("fault", "least"), [("down:1@2+1", 0.8), ("stop:1@2+1", 0.8), ("slow:0@2", 0.08), ("slow:0@30", 0.0)]
+)
+def test_faults_delay_what_ranks_send_and_lose_nothing(fault, least, tmp_path, capfd):
+    program = tmp_path / "round_trips.py"
+    program.write_text(ROUND_TRIPS)
+    assert run_on_ranks(SMALL, [sys.executable, str(program)], faults=[Fault.parse(fault)]) == 0
+    times = json.loads(capfd.readouterr().out)
+    assert np.median(times[:50]) < 0.06, "10 ms on the wire at 80 Mbit/s"
+    if least:
+        assert max(times) > least
+    else:
+        assert max(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("down", "fault 'down' is not KIND:RANK@SECONDS"),
+        ("burn:1@2", "with down, slow, stop"),
+        ("down:7@2", "fault of rank 7: there are only ranks 0 to 1"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        run_on_ranks(SMALL, ["true"], faults=[Fault.parse(text)])
 
 
 @pytest.mark.long

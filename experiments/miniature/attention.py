@@ -50,8 +50,9 @@ def attend(
 
     >>> unit = jnp.ones((3, 1, 1))
     >>> values = jnp.array([1.0, 3.0, 7.0]).reshape(3, 1, 1)
-    >>> attend(unit, unit, values, jnp.array([5, 5, 6]), jnp.array([0, 0, 2])).ravel().tolist()
-    [1.0, 2.0, 7.0]
+    >>> out = attend(unit, unit, values, jnp.array([5, 5, 6]), jnp.array([0, 0, 2]))
+    >>> [f"{each:.1f}" for each in out.ravel()]
+    ['1.0', '2.0', '7.0']
     """
     tokens = len(segments)
     room = -(-tokens // BLOCK) * BLOCK

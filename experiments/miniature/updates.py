@@ -116,8 +116,13 @@ def _write(report: dict[str, Any], settings: Settings) -> None:
 
 
 def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw]) -> dict[str, Run]:
-    """Prepare and compile the contenders."""
+    """Prepare and compile the contenders, and run each once.
+
+    Raises:
+        ValueError: if their losses differ, apart from that of the forced balanced run.
+    """
     runs: dict[str, Run] = {}
+    losses: dict[str, float] = {}
     for name, contender in contenders(settings.replica_slots).items():
         if settings.names and name not in settings.names:
             continue
@@ -136,6 +141,11 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
             planned, loss = time.perf_counter() - begin, float(run.update())
         ready = time.perf_counter() - begin - planned
         _say(f"{name}: prepared in {planned:.0f} s, compiled and run once in {ready:.0f} s, loss {loss:.2f}")
+        if not contender.even:
+            losses[name] = loss
+    for name, loss in losses.items():
+        if not np.isclose(loss, first := next(iter(losses.values())), rtol=TOLERANCE, atol=0):
+            raise ValueError(f"{name}: the loss is {loss}, but that of {next(iter(losses))} is {first}")
     return runs
 
 
