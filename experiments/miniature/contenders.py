@@ -8,8 +8,8 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 from experiments.contenders import route_evenly
-from experiments.miniature.policy import VOCABULARY, Sizes, make_policy
-from experiments.miniature.rates import FLOAT, PASSES
+from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_policy
+from experiments.miniature.rates import PASSES
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY, BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time

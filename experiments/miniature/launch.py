@@ -24,6 +24,9 @@ PROGRAMS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
+    "mount": "util-linux",
+    "hostname": "hostname",
+    "sysctl": "procps",
 }
 """The programs that build a miniature, and the packages that have them."""
 
@@ -60,9 +63,8 @@ def run_on_ranks(miniature: Miniature, command: Sequence[str], *, faults: Sequen
         process = subprocess.Popen([*namespaces, *inside], stdin=subprocess.DEVNULL)
         try:
             return process.wait()
-        except (
-            KeyboardInterrupt
-        ):  # The terminal has interrupted the ranks as well, which now say where they stopped.
+        except KeyboardInterrupt:
+            # The terminal has interrupted the ranks as well, which now say where they stopped.
             process.wait()
             raise
         finally:

@@ -19,17 +19,28 @@ _CONTAINER: Final = re.compile(r"while|conditional|call")
 """Operations that contain others."""
 
 
-def seconds_by_phase(run: Callable[[], Any], program: str) -> dict[str, float]:
+def scopes_of(program: str) -> dict[str, str]:
+    """Return the scope of each operation of a compiled program, by name.
+
+    Args:
+        program: the text of the program.
+
+    >>> scopes_of('  %add.3 = f32[] add(%a, %b), metadata={op_name="jit(f)/experts/add"}')
+    {'add.3': 'jit(f)/experts/add'}
+    """
+    return dict(_OPERATION.findall(program))
+
+
+def seconds_by_phase(run: Callable[[], Any], scopes: Mapping[str, str]) -> dict[str, float]:
     """Profile one run of a program on this rank.
 
     Args:
         run: the function that runs it.
-        program: the text of the compiled program, which has the scope of each operation.
+        scopes: the scope of each operation of the program, by name.
 
     Returns:
         The seconds in which any operation of a phase ran, its waits for other ranks included. Phases may overlap.
     """
-    scopes = dict(_OPERATION.findall(program))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())

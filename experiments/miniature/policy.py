@@ -15,6 +15,8 @@ from relibra_jax.execution.mesh import RANKS
 from relibra_jax.nnx import GATINGS, ExpertParallel, MoELayer
 from relibra_jax.nnx.batch_sequences import SequencePacking
 
+FLOAT: Final = 4
+"""The bytes of a number: parameters and activations are float32."""
 VOCABULARY: Final = 64
 """The number of different tokens. The output head is a small part of the work."""
 

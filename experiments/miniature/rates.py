@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.interleaving import alternating, interleaved
-from experiments.miniature.policy import Attention, Sizes
+from experiments.miniature.policy import FLOAT, Attention, Sizes
 from pallas_kernels import grouped_mlp
 from pallas_kernels.group_loops import TILE_ROWS
 from relibra_jax.contract.types import Topology
@@ -24,8 +24,6 @@ from relibra_jax.nnx.batch_sequences import SequencePacking
 
 PASSES: Final = 3
 """A forward pass, and a backward pass that costs two."""
-FLOAT: Final = 4
-"""The bytes of a number; all arrays are float32."""
 SMALL, LARGE = 1 << 14, 1 << 18
 """The bytes that a rank sends to each other in the two exchanges."""
 LATEST: Final = 0.05

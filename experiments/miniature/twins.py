@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from experiments.miniature.policy import Sizes
+from experiments.miniature.policy import FLOAT, Sizes
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
@@ -19,8 +19,6 @@ CONTEXT: Final = 4096.0
 """The mean length of a real sample in tokens."""
 TOKENS: Final = 16384.0
 """The tokens of a real rank in a micro-batch."""
-FLOAT: Final = 4
-"""The bytes of a number of the twin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

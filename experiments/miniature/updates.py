@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +20,11 @@ from jax.experimental import multihost_utils
 from experiments.interleaving import alternating
 from experiments.miniature.contenders import Draw, Run, contenders, draw_batches
 from experiments.miniature.counters import sent_bytes
-from experiments.miniature.phases import PHASES, REST, SUMS, seconds_by_phase
+from experiments.miniature.phases import PHASES, REST, SUMS, scopes_of, seconds_by_phase
+from experiments.miniature.policy import FLOAT
 from experiments.miniature.quota import whole_core
 from experiments.miniature.rates import Rates, measure
-from experiments.miniature.twins import FLOAT, TWINS, Twin, ratios
+from experiments.miniature.twins import TWINS, Twin, ratios
 from experiments.rl.process_group import join_processes
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
@@ -188,14 +190,23 @@ def _time_update(run: Run) -> tuple[float, np.ndarray, np.ndarray]:
 def _profile(run: Run) -> dict[str, list[float]]:
     """Profile one update; return the seconds of each phase on each rank."""
     with whole_core():
-        program = run.program()
-        multihost_utils.sync_global_devices("profile")
-    own = seconds_by_phase(run.update, program)
+        scopes = json.loads(_from_first(lambda: json.dumps(scopes_of(run.program()))))
+    own = seconds_by_phase(run.update, scopes)
     names = (*PHASES, SUMS, REST)
     of_ranks = multihost_utils.process_allgather(
         np.asarray([own.get(name, 0.0) for name in names], np.float32)
     )
     return {name: each.tolist() for name, each in zip(names, of_ranks.reshape(-1, len(names)).T, strict=True)}
+
+
+def _from_first(make: Callable[[], str]) -> str:
+    """Make a text on rank 0, and return it on all ranks."""
+    text = np.frombuffer((make() if jax.process_index() == 0 else "").encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    sent = multihost_utils.broadcast_one_to_all(
+        np.resize(text, length) if len(text) else np.zeros(length, np.uint8)
+    )
+    return np.asarray(sent).tobytes().decode()
 
 
 def _say(text: Any) -> None:
