@@ -54,6 +54,26 @@ def test_compare_refuses_an_unknown_twin():
         main(Compare(twin="qwen3-31b"))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"trace": "synthetic-128"},
+            "synthetic-128 has 128 experts and top-8, but twin='gpt-oss-20b' has 32 and top-4",
+        ),
+        ({"samples": 8, "micro_batches": 16}, "micro_batches=16 exceeds the 8 samples of a batch"),
+        ({"samples": 5000}, "has 1024 samples x 8 layers: a batch of samples=5000 needs at least one more"),
+        ({"repeats": 0}, "repeats=0 must be an integer of at least 1"),
+        ({"contenders": ("elpb",)}, "contenders=.'elpb'. are not among static, EPLB"),
+        ({"nodes": 200}, "core=0.24 for each of 800 ranks must be above 0"),
+    ],
+)
+def test_compare_refuses_what_does_not_fit(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main(Compare(**{"trace": "synthetic-32"} | options, out=tmp_path / "out"))
+    assert not list(tmp_path.glob("out/*"))
+
+
 def test_miniature_says_in_one_line_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="the program 'ip' of iproute2 is missing"):

@@ -9,13 +9,17 @@ from typing import Any, Final
 from rich.console import Console
 
 from experiments.miniature.cluster import Miniature, rate_of
+from experiments.miniature.contenders import contenders, draw_batches
 from experiments.miniature.launch import run_on_ranks
 from experiments.miniature.report import agreement, describe_machine, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
 from experiments.program import TraceName
+from relibra_jax.cost.models import MODELS
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.limits import check_integer
 from relibra_jax.support.suggestions import suggest_names
+from relibra_jax.traces.read import read_trace
 
 NOMINAL: Final = {"slow": "400mbit", "fast": "3gbit"}
 """The links with which the rates of the machine are measured."""
@@ -68,13 +72,21 @@ def compare(options: Compare) -> int:
     twin = TWINS.get(options.twin)
     if twin is None:
         raise ValueError(f"twin={options.twin!r}: no such twin{suggest_names(options.twin, TWINS)}")
+    check_integer("repeats", options.repeats, least=1)
+    check_integer("replica_slots", options.replica_slots, least=0)
+    unknown = set(options.contenders) - set(contenders(options.replica_slots))
+    if unknown:
+        raise ValueError(
+            f"contenders={sorted(unknown)} are not among {', '.join(contenders(options.replica_slots))}"
+        )
+    samples = _check_trace(options, twin)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         twin=options.twin,
         grid=(options.nodes, options.ranks),
         layers=options.layers,
         trace=options.trace,
-        samples=options.samples,
+        samples=samples,
         micro_batches=options.micro_batches,
         replica_slots=options.replica_slots,
         path=options.path,
@@ -104,6 +116,28 @@ def compare(options: Compare) -> int:
         console.print(table)
     console.print(f"model: {report['agreement']}; numbers and figure: {path}, {path.with_suffix('.png')}")
     return 0
+
+
+def _check_trace(options: Compare, twin: Twin) -> int:
+    """Check that the trace fits the twin; return the number of samples of an update."""
+    trace = read_trace(options.trace)
+    real = MODELS[twin.model]
+    found = trace.num_experts, trace.replay.expert_ids.shape[-1]
+    if found != (real.num_experts, real.top_k):
+        raise ValueError(
+            f"{trace.name} has {found[0]} experts and top-{found[1]}, but twin={options.twin!r} has"
+            f" {real.num_experts} and top-{real.top_k}"
+        )
+    samples = len(trace.replay.mask) * 6 // 7 if options.samples is None else options.samples
+    before, batch = draw_batches(trace, samples=samples, layers=options.layers, seed=0)
+    fewest = min(len(before.tokens), len(batch.tokens))
+    check_integer("micro_batches", options.micro_batches, least=1)
+    if options.micro_batches > fewest:
+        raise ValueError(
+            f"micro_batches={options.micro_batches} exceeds the {fewest} samples of a batch (samples={samples} of"
+            f" {len(trace.replay.mask)}, and at most as many others for the batch before it)"
+        )
+    return samples
 
 
 def _run(miniature: Miniature, settings: Settings) -> int:

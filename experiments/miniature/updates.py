@@ -50,8 +50,8 @@ class Settings:
     """The number of layers."""
     trace: str | None
     """The routing: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
-    samples: int | None
-    """The number of samples of an update; None for most of the trace."""
+    samples: int
+    """The number of samples of an update."""
     micro_batches: int
     """The number of micro-batches of an update."""
     replica_slots: int
@@ -85,8 +85,7 @@ def main(settings: Settings) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with join_processes():
         trace, twin = read_trace(settings.trace), TWINS[settings.twin]
-        samples = len(trace.replay.mask) * 6 // 7 if settings.samples is None else settings.samples
-        draws = draw_batches(trace, samples=samples, layers=settings.layers, seed=0)
+        draws = draw_batches(trace, samples=settings.samples, layers=settings.layers, seed=0)
         mask = np.asarray(draws[-1].replay.mask)
         tokens = float(mask.sum()) / settings.micro_batches / jax.process_count()
         rates = _measure_rates(settings, tokens)
