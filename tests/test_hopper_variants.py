@@ -90,7 +90,16 @@ def test_grouped_mlp_is_accurate_with_explicit_tile_sizes(tiles):
 def test_gpu_interpreter_finds_a_block_not_waiting_for_its_partner(tiles, monkeypatch):
     """Race detection reports a block that waits only for its own warpgroups, and not for those of its partner."""
     monkeypatch.setattr(plgpu, "ClusterBarrier", lambda collective_axes, **rest: plgpu.Barrier(**rest))
-    # The tile has four steps, and the ring two buffers.
-    (rows, weights), sizes = draw((ROWS, 256), (len(SIZES), 256, 64)), jnp.array(SIZES)
-    with pytest.raises(AssertionError), gpu_interpreter("mosaic"):
-        jax.block_until_ready(grouped_dot(rows, [weights], sizes, implementation="mosaic"))
+    # The tile has 16 steps, and the ring two buffers. Whether a block comes too early depends on the scheduling of the
+    # interpreter's threads.
+    (rows, weights), sizes = draw((ROWS, 1024), (len(SIZES), 1024, 64)), jnp.array(SIZES)
+
+    def has_race():
+        try:
+            with gpu_interpreter("mosaic"):
+                jax.block_until_ready(grouped_dot(rows, [weights], sizes, implementation="mosaic"))
+        except AssertionError:
+            return True
+        return False
+
+    assert any(has_race() for _ in range(5))

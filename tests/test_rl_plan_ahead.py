@@ -31,7 +31,7 @@ def stepped(smallest_policy):
 
 @pytest.mark.slow
 def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
-    (one, other, behind), (metrics, again, without) = stepped
+    (one, other, _), (metrics, again, without) = stepped
     for actual, same, plain in zip(metrics, again, without, strict=True):
         assert actual["time/plan_ahead_seconds"] > 0
         assert 0 < actual["time/count_seconds"] < actual["time/generate_seconds"]
@@ -42,7 +42,9 @@ def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     np.testing.assert_array_equal(get_homes(one.state.agent), get_homes(other.state.agent))
     # Before the first update all runs have the same weights.
     assert metrics[0]["response/tokens"] == without[0]["response/tokens"]
-    assert (get_homes(one.state.agent) != get_homes(behind.state.agent)).any()
+    # The second step starts from other homes, so its plans differ.
+    imbalances = [[step["balance/imbalance"] for step in run] for run in (metrics, without)]
+    assert imbalances[0] != imbalances[1]
 
 
 @pytest.mark.slow
