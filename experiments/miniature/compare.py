@@ -54,7 +54,7 @@ class Compare:
     path: str = "auto"
     """The path of tokens: auto, flat or hierarchical."""
     contenders: tuple[str, ...] = ()
-    """The names of the runs to compare. Without any, all are compared."""
+    """The names of the runs to compare with the forced balanced run. Without any, all are compared."""
     repeats: int = 5
     """The number of timed updates of each run. Runs alternate."""
     profile: bool = True

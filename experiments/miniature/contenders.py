@@ -9,10 +9,10 @@ from flax import nnx
 
 from experiments.contenders import route_evenly
 from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_policy
-from experiments.miniature.rates import PASSES
+from experiments.miniature.rates import PASSES, Rates
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY, BatchPlan, RoutingReplay, Topology
-from relibra_jax.cost.batch_time import BatchTime, batch_time
+from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.evaluation.variants import with_samples_assigned
@@ -56,6 +56,10 @@ def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[
     }
 
 
+EXCHANGES: Final = 6
+"""The exchanges of a layer over each hop: rows and weights of dispatch and rows of combine, forward and backward."""
+FETCHES: Final = 4
+"""The exchanges of a layer that fetch replicas or return their gradients."""
 CROSSINGS: Final = 4
 """The exchanges of a row in a layer: dispatch and combine, forward and backward."""
 RETURN: Final = 2
@@ -179,14 +183,26 @@ class Run:
         """Return the text of the compiled update."""
         return update.lower(self.model, self.optimizer, self.batch, self.sequences).compile().as_text() or ""
 
-    @property
-    def modelled(self) -> BatchTime:
-        """The modelled time of the update, without the move of experts before it."""
-        plan, topology = self.batch.batch_plan, self.batch.parallel.topology
-        cost = self.balancer.cost
+    def modelled(self, rates: Rates) -> dict[str, float]:
+        """Return the modelled seconds of the update by part, without the move of experts before it.
+
+        To the parts of `relibra_jax.cost.batch_time` come those that a plan does not change: what exchanges take
+        besides their bytes, and the sums of dense gradients in each layer and micro-batch.
+        """
+        plan, parallel = self.batch.batch_plan, self.batch.parallel
+        topology, cost = parallel.topology, self.balancer.cost
         assert cost is not None
+        price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
-        return batch_time(_on_host(plan), lengths, topology, cost.price(topology), visits=self.batch.visits)
+        time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
+        hops = 2 if price.hierarchical and topology.ranks_per_node > 1 else 1
+        exchanges = EXCHANGES * hops + FETCHES * (topology.replica_slots > 0)
+        micro_batches, layers = plan.load.shape[:2]
+        parts = {part: float(value) for part, value in time.parts().items()}
+        return parts | {
+            "meetings": micro_batches * layers * exchanges * rates.meet,
+            "sums": micro_batches * layers * rates.sums,
+        }
 
     @property
     def needed(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.interleaving import alternating, interleaved
-from experiments.miniature.policy import FLOAT, Attention, Sizes
+from experiments.miniature.policy import FLOAT, Attention, Block, Sizes
 from pallas_kernels import grouped_mlp
 from pallas_kernels.group_loops import TILE_ROWS
 from relibra_jax.contract.types import Topology
@@ -21,6 +21,7 @@ from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.nnx.batch_sequences import SequencePacking
+from relibra_jax.nnx.variables import ExpertParam
 
 PASSES: Final = 3
 """A forward pass, and a backward pass that costs two."""
@@ -32,6 +33,10 @@ LENGTHS: Final = (64, 448)
 """The lengths of the samples with which attention is measured."""
 READING: Final = 0.2
 """The seconds of a reading of computation, many periods of the quota."""
+BETWEEN, MEETINGS, SIDE = 0.02, 20, 128
+"""The seconds of computation between two exchanges, their number, and the sides of the matrices."""
+PER_SECOND: Final = ("flops", "memory", "slow", "fast")
+"""The fields of `Rates` that are larger on faster ranks."""
 
 
 class Rates(NamedTuple):
@@ -49,6 +54,10 @@ class Rates(NamedTuple):
     """Bytes/s that a rank sends between nodes, and at the same time receives."""
     fast: float
     """The same inside nodes."""
+    meet: float
+    """Seconds of an exchange besides its bytes, between ranks that compute: quotas pause them at different times."""
+    sums: float
+    """Seconds of the sum of one layer's dense gradients over all ranks."""
 
     def cluster(self, memory: float) -> Cluster:
         """Return a rank of the miniature for the cost model, with a number of bytes of memory.
@@ -145,11 +154,11 @@ def core_rates(sizes: Sizes, *, experts: int, rows: int, repeats: int) -> tuple[
     )
 
 
-def exchange_rate(mesh: Mesh, axis: str, *, repeats: int) -> float:
+def link_rate(mesh: Mesh, axis: str, *, repeats: int) -> float:
     """Measure an all-to-all over one axis of the mesh, which every line of ranks runs at the same time.
 
-    Ranks arrive at different times, as in a step, and the exchange is timed from the last arrival. The mean counts and
-    not the median: gloo sends both ways of a connection at the same time or one after the other, as ranks arrive.
+    Ranks arrive at different times, as in a step. The mean counts and not the median: gloo sends both ways of a
+    connection at the same time or one after the other, as ranks arrive.
 
     Args:
         mesh: the mesh of nodes and their ranks.
@@ -162,36 +171,94 @@ def exchange_rate(mesh: Mesh, axis: str, *, repeats: int) -> float:
     ends = mesh.shape[axis]
     if ends == 1:
         return 0.0
-    late = np.random.default_rng(jax.process_index())
 
-    def exchange_of(size: int) -> Callable[[], float]:
-        spec = PartitionSpec(RANKS)
-        shape = (mesh.size * ends, size // FLOAT)
-        data = jax.make_array_from_callback(
-            shape, NamedSharding(mesh, spec), lambda at: np.zeros((ends, shape[1]), np.float32)
+    def exchange(data):
+        return jax.lax.all_to_all(data, axis, 0, 0, tiled=True)
+
+    runs = {size: _on_ranks(mesh, exchange, [(ends, size // FLOAT)]) for size in (SMALL, LARGE)}
+    seconds = _means(runs, repeats)
+    return (ends - 1) * (LARGE - SMALL) / (seconds[LARGE] - seconds[SMALL])
+
+
+def meeting_seconds(mesh: Mesh, flops: float, *, repeats: int) -> float:
+    """Measure an exchange of hardly any bytes between ranks that compute.
+
+    Args:
+        mesh: the mesh of nodes and their ranks.
+        flops: FLOP/s of a rank.
+        repeats: the number of timed rounds.
+    """
+    products = max(round(BETWEEN * flops / (2 * SIDE**3)), 1)
+
+    def of(meet: bool) -> Callable[[], float]:
+        def on_rank(values, data):
+            def step(carry, _):
+                values, data = carry
+                values = jax.lax.fori_loop(0, products, lambda _, values: values @ values, values)
+                if meet:
+                    # The sum of the two makes the next products wait for the exchange.
+                    data = jax.lax.all_to_all(data + values[0, 0], RANKS, 0, 0, tiled=True)
+                    values = values + data[0, 0]
+                return (values, data), None
+
+            return jax.lax.scan(step, (values, data), length=MEETINGS)[0]
+
+        return _on_ranks(mesh, on_rank, [(SIDE, SIDE), (mesh.size, 1)])
+
+    seconds = _means({meet: of(meet) for meet in (False, True)}, repeats)
+    return max(seconds[True] - seconds[False], 0.0) / MEETINGS
+
+
+def sum_seconds(mesh: Mesh, sizes: Sizes, topology: Topology, *, repeats: int) -> float:
+    """Measure the sum over all ranks of one layer's dense gradients, as `link_rate` measures exchanges.
+
+    Args:
+        mesh: the mesh of nodes and their ranks.
+        sizes: the sizes of the model.
+        topology: the grid of ranks, and the number of experts.
+        repeats: the number of timed rounds.
+    """
+    block = nnx.eval_shape(lambda: Block(sizes, topology, nnx.Rngs(0)))
+    dense = nnx.state(block, nnx.All(nnx.Param, nnx.Not(ExpertParam)))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(dense)]
+
+    def total(*gradients):
+        return jax.lax.psum(gradients, RANKS)
+
+    return _means({"sums": _on_ranks(mesh, total, shapes)}, repeats)["sums"]
+
+
+def _on_ranks(
+    mesh: Mesh, on_rank: Callable[..., Any], shapes: Sequence[tuple[int, ...]]
+) -> Callable[[], float]:
+    """Return a function that runs another on arrays of every rank, and returns the seconds from the last arrival."""
+    spec, late = PartitionSpec(RANKS), np.random.default_rng(jax.process_index())
+
+    def zeros(shape: tuple[int, ...]) -> jax.Array:
+        whole = (mesh.size * shape[0], *shape[1:])
+        return jax.make_array_from_callback(
+            whole, NamedSharding(mesh, spec), lambda _: np.zeros(shape, np.float32)
         )
 
-        def on_rank(data):
-            return jax.lax.all_to_all(data, axis, 0, 0, tiled=True)
+    arrays = [zeros(shape) for shape in shapes]
+    run = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
-        run = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
+    def seconds() -> float:
+        multihost_utils.sync_global_devices("collective")
+        time.sleep(late.uniform(0, LATEST))
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*arrays))
+        # Processes of one machine have the same clock.
+        times = multihost_utils.process_allgather(np.asarray([begin, time.perf_counter()]).view(np.int32))
+        begins, ends = times.reshape(-1, 4).view(np.float64).T
+        return ends.max() - begins.max()
 
-        def seconds() -> float:
-            multihost_utils.sync_global_devices("exchange")
-            time.sleep(late.uniform(0, LATEST))
-            begin = time.perf_counter()
-            jax.block_until_ready(run(data))
-            # Processes of one machine have the same clock.
-            times = multihost_utils.process_allgather(np.asarray([begin, time.perf_counter()]).view(np.int32))
-            begins, ends = times.reshape(-1, 4).view(np.float64).T
-            return ends.max() - begins.max()
+    return seconds
 
-        return seconds
 
-    readings = alternating({size: exchange_of(size) for size in (SMALL, LARGE)}, repeats=repeats, warm_up=2)
-    seconds = {size: float(np.mean(values)) for size, values in readings.items()}
-    per_byte = (seconds[LARGE] - seconds[SMALL]) / ((ends - 1) * (LARGE - SMALL))
-    return 1 / per_byte
+def _means[K](runs: Mapping[K, Callable[[], float]], repeats: int) -> dict[K, float]:
+    readings = alternating(runs, repeats=repeats, warm_up=2)
+    return {name: float(np.mean(values)) for name, values in readings.items()}
 
 
 def measure(topology: Topology, sizes: Sizes, *, tokens: int, repeats: int) -> Rates:
@@ -210,8 +277,12 @@ def measure(topology: Topology, sizes: Sizes, *, tokens: int, repeats: int) -> R
     rows = max(round(tokens * topology.num_ranks * sizes.top_k / topology.num_experts), 1)
     core = core_rates(sizes, experts=topology.home_slots, rows=rows, repeats=repeats)
     attention = attention_rates(sizes, tokens=tokens, repeats=repeats)
-    links = [exchange_rate(mesh, axis, repeats=repeats) for axis in ("node", "local")]
-    own = np.asarray([*core, *attention, *links], np.float32)
+    links = [link_rate(mesh, axis, repeats=repeats) for axis in ("node", "local")]
+    sums = sum_seconds(mesh, sizes, topology, repeats=repeats)
+    own = np.asarray([*core, *attention, *links, 0.0, sums], np.float32)
     of_ranks = multihost_utils.process_allgather(own).reshape(-1, own.size)
-    slowest = np.where(np.isin(Rates._fields, ("token", "pair")), of_ranks.max(0), of_ranks.min(0))
-    return Rates(*slowest.tolist())
+    slowest = np.where(np.isin(Rates._fields, PER_SECOND), of_ranks.min(0), of_ranks.max(0))
+    rates = Rates(*slowest.tolist())
+    # The ranks must agree on the work between two exchanges, and on the result.
+    meet = multihost_utils.broadcast_one_to_all(meeting_seconds(mesh, rates.flops, repeats=repeats))
+    return rates._replace(meet=float(meet))

@@ -18,12 +18,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments.interleaving import alternating
-from experiments.miniature.contenders import Draw, Run, contenders, draw_batches
+from experiments.miniature.contenders import BALANCED, Draw, Run, contenders, draw_batches
 from experiments.miniature.counters import sent_bytes
 from experiments.miniature.phases import PHASES, REST, SUMS, scopes_of, seconds_by_phase
 from experiments.miniature.policy import FLOAT
 from experiments.miniature.quota import whole_core
 from experiments.miniature.rates import Rates, measure
+from experiments.miniature.sharing import shared_programs
 from experiments.miniature.twins import TWINS, Twin, ratios
 from experiments.rl.process_group import join_processes
 from relibra_jax.contract.types import Topology
@@ -59,7 +60,7 @@ class Settings:
     path: str
     """The path of tokens: ``auto``, ``flat`` or ``hierarchical``."""
     names: tuple[str, ...]
-    """The contenders that run; all if there are none."""
+    """The contenders that run beside the forced balanced run; all if there are none."""
     repeats: int
     """The number of timed updates of each contender. With 0, only rates are measured."""
     profile: bool
@@ -83,7 +84,7 @@ def main(settings: Settings) -> None:
     keep_programs()
     # Without asynchronous dispatch, programs run in call order, so all processes are always in the same exchange.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    with join_processes():
+    with join_processes(), shared_programs():
         trace, twin = read_trace(settings.trace), TWINS[settings.twin]
         draws = draw_batches(trace, samples=settings.samples, layers=settings.layers, seed=0)
         mask = np.asarray(draws[-1].replay.mask)
@@ -103,7 +104,7 @@ def main(settings: Settings) -> None:
         }
         if settings.repeats:
             runs = _prepare(settings, twin, cost, draws)
-            report["rows"] = _measure_rows(runs, settings.repeats)
+            report["rows"] = _measure_rows(runs, rates, settings.repeats)
         _write(report, settings)
         if settings.repeats and settings.profile:
             for name, run in runs.items():
@@ -125,7 +126,7 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     for name, contender in contenders(settings.replica_slots).items():
-        if settings.names and name not in settings.names:
+        if settings.names and name not in (*settings.names, BALANCED):
             continue
         with whole_core():
             begin = time.perf_counter()
@@ -150,7 +151,7 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     return runs
 
 
-def _measure_rows(runs: dict[str, Run], repeats: int) -> dict[str, Any]:
+def _measure_rows(runs: dict[str, Run], rates: Rates, repeats: int) -> dict[str, Any]:
     """Time the updates of all contenders, and return the results by name."""
     timed = {name: functools.partial(_time_update, run) for name, run in runs.items()}
     results = alternating(timed, repeats=repeats, warm_up=0)
@@ -160,7 +161,7 @@ def _measure_rows(runs: dict[str, Run], repeats: int) -> dict[str, Any]:
             "fast_bytes": each[-1][1].tolist(),
             "slow_bytes": each[-1][2].tolist(),
             "needed": runs[name].needed,
-            "modelled": {part: float(value) for part, value in runs[name].modelled.parts().items()},
+            "modelled": runs[name].modelled(rates),
             "phases": None,
         }
         for name, each in results.items()
