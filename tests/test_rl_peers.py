@@ -25,7 +25,7 @@ def three():
     waiting.join()
     messages = [queue.Queue() for _ in range(3)]
     sockets = [accepted, *({"process 0": connection} for connection in connected)]
-    peers = [Peers(connections, own.put) for connections, own in zip(sockets, messages, strict=True)]
+    peers = [Peers(connections, own.put, 30) for connections, own in zip(sockets, messages, strict=True)]
     yield peers, messages, sockets
     for connection in (*accepted.values(), *connected):
         connection.close()

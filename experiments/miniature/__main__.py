@@ -2,6 +2,7 @@
 
     python -m experiments.miniature run --nodes 2 --ranks 2 -- COMMAND      any command on every rank
     python -m experiments.miniature compare TRACE --twin gpt-oss-20b         planners, measured and modelled
+    python -m experiments.miniature learn --nodes 2 --ranks 2                a training run under several planners
 
 Every rank has a network namespace, with links to a switch of a fast rate to its own node and a slow one to others, and
 a share of a core. All of it ends with the command, however that ends.
@@ -17,6 +18,7 @@ from experiments.miniature.cluster import Miniature
 from experiments.miniature.compare import Compare, compare
 from experiments.miniature.faults import Fault
 from experiments.miniature.launch import run_on_ranks
+from experiments.miniature.learn import Learn, learn
 from experiments.program import run_program
 
 
@@ -34,10 +36,12 @@ class Run:
     JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
 
 
-def main(options: Run | Compare) -> int:
-    """Run a command, or compare planners."""
+def main(options: Run | Compare | Learn) -> int:
+    """Run a command, or compare planners or training runs."""
     if isinstance(options, Compare):
         return compare(options)
+    if isinstance(options, Learn):
+        return learn(options)
     if not options.command:
         raise ValueError("no command to run: give one after --")
     faults = [Fault.parse(text) for text in options.fault]
@@ -48,7 +52,9 @@ if __name__ == "__main__":
     sys.exit(
         run_program(
             main,
-            Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Compare, tyro.conf.subcommand("compare")],
+            Annotated[Run, tyro.conf.subcommand("run")]
+            | Annotated[Compare, tyro.conf.subcommand("compare")]
+            | Annotated[Learn, tyro.conf.subcommand("learn")],
             description=__doc__,
         )
     )

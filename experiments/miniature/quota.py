@@ -16,7 +16,7 @@ from experiments.miniature.cluster import Miniature, host_name
 MOUNT: Final = Path("/sys/fs/cgroup")
 PERIOD: Final = 10_000
 """The period in which a group may use its share, in microseconds. A rank that has used it up waits for the next one."""
-QUOTA_FILE, QUOTA, UNLIMITED = "RELIBRA_QUOTA_FILE", "RELIBRA_QUOTA", "RELIBRA_NO_QUOTA"
+QUOTA_FILE, UNLIMITED = "RELIBRA_QUOTA_FILE", "RELIBRA_NO_QUOTA"
 """The variables that tell a rank the file of its quota, the text that sets it, and the text that lifts it."""
 _REMOVE: Final = """cat
 for _ in $(seq 100); do rmdir "$0"/rank* "$0" 2>/dev/null; test -d "$0" || exit 0; sleep 0.1; done"""
@@ -38,7 +38,7 @@ class Groups(NamedTuple):
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables by which a rank's process finds its quota."""
         path = self.folder / host_name(rank) / self.file
-        return {QUOTA_FILE: str(path), QUOTA: self.limited, UNLIMITED: self.unlimited}
+        return {QUOTA_FILE: str(path), UNLIMITED: self.unlimited}
 
     def processes(self, rank: int) -> Path:
         """Return the file to which a process writes 0 to enter the group of a rank."""
@@ -117,8 +117,9 @@ def whole_core() -> Iterator[None]:
         yield
         return
     path = Path(os.environ[QUOTA_FILE])
+    before = path.read_text()
     path.write_text(os.environ[UNLIMITED])
     try:
         yield
     finally:
-        path.write_text(os.environ[QUOTA])
+        path.write_text(before)

@@ -13,6 +13,8 @@ from unittest import mock
 
 from jax._src import cache_key, compilation_cache, compiler, distributed
 
+from experiments.miniature.quota import whole_core
+
 MOST_SECONDS: Final = 600
 """The time for which a rank waits for a program."""
 
@@ -48,12 +50,13 @@ def _without_devices(hash_options: Callable[..., None], hashed: Any, options: An
 def _share(
     compile_: Callable[..., Any], backend: Any, computation: Any, devices: Any, options: Any, *rest: Any
 ) -> Any:
-    """Compile a program on rank 0 and give it to the others."""
+    """Compile a program on rank 0, with the whole core, and give it to the others."""
     callbacks, _, key = rest
     group = distributed.global_state
     assert group.client is not None
     if group.process_id == 0:
-        program = compile_(backend, computation, devices, options, *rest)
+        with whole_core():
+            program = compile_(backend, computation, devices, options, *rest)
         text = compilation_cache.compress_executable(backend.serialize_executable(program))
         group.client.key_value_set_bytes(key, text)
         return program

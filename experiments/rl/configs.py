@@ -18,6 +18,7 @@ from experiments.rl.dapo import Dapo
 from experiments.rl.generation import check_sampling
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
+from experiments.rl.process_group import PATIENCE_SECONDS
 from experiments.rl.step import Clip
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
@@ -44,6 +45,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
         **dict.fromkeys(("checkpoint_every", "evaluate_every"), 1),
+        "patience": 6,
     }
 )
 """The smallest value of integer settings. Some of them may also be None."""
@@ -153,6 +155,9 @@ class Train:
     """The folder for all results. None makes a new folder in ``out``."""
     resume: Path | None = None
     """The folder of an earlier run to continue. Its settings are the defaults of all other options."""
+    patience: int = PATIENCE_SECONDS
+    """The seconds without an answer from the host of a process after which all others end.
+    A process that hangs on a host that answers counts as lost after half as long again."""
     verify: bool = True
     """Whether a resumed run compares its checkpoint with the digests that were saved with it."""
 

@@ -16,8 +16,8 @@ DONE: Final = "done"
 """The message of a process that has finished."""
 LOST: Final = "lost "
 """The start of the message that a process was lost, before what happened."""
-PROBES: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""After 10 s without data the kernel probes a host every 5 s. After 4 unanswered probes, so 30 s, the host is gone."""
+PROBES: Final = 4
+"""The unanswered probes of the kernel after which a host is gone. They take two thirds of the patience."""
 CONNECT_SECONDS: Final = 30
 """The time limit for a connection to be made."""
 LONGEST_LINE: Final = 1000
@@ -95,15 +95,18 @@ class Peers:
             the first.
         end: the function that ends this process. When a process is lost, one of the threads calls it once, with a
             sentence that says what happened.
+        patience: the seconds without an answer after which a host is gone.
     """
 
-    def __init__(self, connections: dict[str, socket.socket], end: Callable[[str], None]):
+    def __init__(self, connections: dict[str, socket.socket], end: Callable[[str], None], patience: int):
         self._connections, self._end = connections, end
         self._over = threading.Lock()
         for name, connection in connections.items():
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in PROBES.items():
+            interval = max(round(patience / 6), 1)
+            probes = {"TCP_KEEPIDLE": 2 * interval, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": PROBES}
+            for option, value in probes.items():
                 # Only Linux has these options. Other systems probe at their own intervals.
                 if hasattr(socket, option):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -32,8 +32,10 @@ from relibra_jax.support.bad_input import exit_status
 
 ARRIVE_SECONDS: Final = 45
 """The time that processes wait for each other at the start."""
-HEARTBEAT_SECONDS: Final = 45
-"""The time without a heartbeat after which JAX considers a process hung, and all others end."""
+PATIENCE_SECONDS: Final = 30
+"""The time without an answer from the host of a process after which the others end, unless a run sets another."""
+HEARTBEATS: Final = 1.5
+"""The time without a heartbeat after which JAX considers a process hung, in multiples of the patience."""
 VERDICT_SECONDS: Final = 2.0
 """The time that an error waits for news that another process was lost, which may have caused it."""
 STATUS: Final = 1
@@ -54,6 +56,8 @@ class ProcessGroup:
     """Whether the run has written what a resumed run needs."""
     log: Path = Path()
     """The file for the output of libraries below Python."""
+    heartbeat: int = 0
+    """The seconds without a heartbeat after which a process counts as hung."""
     _ending: threading.Semaphore = dataclasses.field(default_factory=threading.Semaphore)
 
     def end(self, reason: str, *, keep_log: bool = False) -> NoReturn:
@@ -92,24 +96,28 @@ class ProcessGroup:
 
 
 @contextlib.contextmanager
-def join_processes() -> Iterator[ProcessGroup]:
+def join_processes(patience: int = PATIENCE_SECONDS) -> Iterator[ProcessGroup]:
     """Connect to the other processes that a launcher started with this one. A process that runs alone does nothing.
 
     In the block, this process ends when another one is lost. An error on this process ends the others, too. The process
     prints the error in one line, or with its traceback if it is a bug in the program, and exits. The output of
     libraries below Python goes to a file.
 
+    Args:
+        patience: the seconds without an answer from the host of a process after which it counts as lost. A process that
+            hangs on a host that answers counts as lost after half as long again.
+
     Raises:
         ValueError: under the conditions of `experiments.rl.launchers.find_launch`, or if the processes cannot connect.
     """
     launch = None if jax.distributed.is_initialized() else find_launch(os.environ)
-    group = ProcessGroup()
+    group = ProcessGroup(heartbeat=round(HEARTBEATS * patience))
     if launch is None:
         yield group
         return
     with _native_output_in_file() as group.log, _aborts_in_one_line(group):
-        _initialize(launch)
-        peers = _connect(group)
+        _initialize(launch, group.heartbeat)
+        peers = _connect(group, patience)
         try:
             yield group
             jax.distributed.shutdown()
@@ -118,7 +126,7 @@ def join_processes() -> Iterator[ProcessGroup]:
         peers.close()
 
 
-def _initialize(launch: Launch) -> None:
+def _initialize(launch: Launch, heartbeat: int) -> None:
     # Otherwise JAX would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -128,7 +136,7 @@ def _initialize(launch: Launch) -> None:
             launch.process_id,
             cluster_detection_method=None if launch.detect else "deactivate",
             initialization_timeout=ARRIVE_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=heartbeat,
         )
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the processes cannot connect: {error}") from error
@@ -138,7 +146,7 @@ def _own_name() -> str:
     return f"process {global_state.process_id} of {global_state.num_processes} on {socket.gethostname()}"
 
 
-def _connect(group: ProcessGroup) -> Peers:
+def _connect(group: ProcessGroup, patience: int) -> Peers:
     """Connect the processes to each other, as JAX's own connections do not tell when a process died."""
     client, name = global_state.client, _own_name()
     assert client is not None
@@ -154,7 +162,7 @@ def _connect(group: ProcessGroup) -> Peers:
             connections = {first_name: connect(host, port, password, name)}
     except (OSError, jax.errors.JaxRuntimeError) as error:
         group.end(f"{name} cannot reach the others ({error})")
-    return Peers(connections, group.end)
+    return Peers(connections, group.end, patience)
 
 
 @contextlib.contextmanager
@@ -190,7 +198,7 @@ def _aborts_in_one_line(group: ProcessGroup) -> Iterator[None]:
 
     def on_abort(_: int) -> None:
         time.sleep(VERDICT_SECONDS)
-        group.end(_abort_reason(group.log), keep_log=True)
+        group.end(_abort_reason(group.log, group.heartbeat), keep_log=True)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
@@ -200,11 +208,11 @@ def _aborts_in_one_line(group: ProcessGroup) -> Iterator[None]:
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
-def _abort_reason(path: Path) -> str:
+def _abort_reason(path: Path, heartbeat: int) -> str:
     """Read from the output of JAX why it aborted this process."""
     text = path.read_text(errors="replace")
     if match := re.search(r"stopped sending heartbeats\):\s*(\d+)", text):
-        reason = f"process {match[1]} has sent no heartbeat for {HEARTBEAT_SECONDS} s"
+        reason = f"process {match[1]} has sent no heartbeat for {heartbeat} s"
     elif "RegisterTask" in text:
         reason = f"not all processes have started within {ARRIVE_SECONDS} s"
     else:

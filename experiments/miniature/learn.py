@@ -1,0 +1,111 @@
+"""A training run on a miniature, the same under several planners: generation, planning, recompute and updates.
+
+Every rank runs ``python -m experiments.miniature.learn`` with the arguments of `experiments.run`.
+"""
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments import run
+from experiments.miniature.cluster import Miniature
+from experiments.miniature.launch import run_on_ranks
+from experiments.miniature.report import describe_machine
+from experiments.miniature.sharing import shared_programs
+from experiments.rl.metrics import LEARN
+from experiments.rl.metrics_log import read_metrics
+from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.limits import check_integer
+
+PLANNERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "static": ("--planner", "static", "--replica-slots", "0"),
+    "ReLibra": ("--planner", "relibra", "--replica-slots", "1"),
+    "ReLibra, 1 resident": ("--planner", "relibra", "--replica-slots", "1", "--resident-slots", "1"),
+}
+"""The options of each run."""
+COMPILING: Final = 2
+"""The number of first steps that compile, whose times do not count."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learn:
+    """Make the same training run under several planners, and compare their speeds and losses."""
+
+    miniature: Annotated[Miniature, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Miniature)
+    """The sizes."""
+    steps: int = 7
+    """The number of learning steps, of which the first two compile."""
+    out: Path = Path("out/miniature-learn")
+    """The folder of the runs and results."""
+    settings: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Other settings of all runs after ``--``, as `experiments.run` takes them."""
+
+
+def learn(options: Learn) -> int:
+    """Make the runs, print their table and write ``learn.json``; return the exit status."""
+    check_integer("steps", options.steps, least=COMPILING + 1)
+    sizes = options.miniature
+    shared = [
+        "--nodes",
+        str(sizes.nodes),
+        "--ranks-per-node",
+        str(sizes.ranks),
+        "--steps",
+        str(options.steps),
+    ]
+    rows: dict[str, Any] = {}
+    for number, (name, own) in enumerate(PLANNERS.items()):
+        folder = options.out / f"{number}-{own[1]}"
+        command = [sys.executable, "-m", "experiments.miniature.learn", "demo", *shared, *own]
+        if status := run_on_ranks(sizes, [*command, *options.settings, "--out", str(folder)]):
+            return status
+        rows[name] = measure(read_metrics(folder / "seed-0" / "metrics.jsonl"))
+    report = {"settings": dataclasses.asdict(sizes), "options": [*shared, *options.settings], "rows": rows}
+    path = options.out / "learn.json"
+    write_json(path, report | describe_machine())
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(make_table(rows))
+    console.print(f"numbers: {path}")
+    return 0
+
+
+def measure(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the metrics of the learning steps of a run that are compared.
+
+    Args:
+        lines: the metrics of all steps.
+    """
+    steps = [line for line in lines if line["kind"] == LEARN]
+    names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
+    return {name: [step[name] for step in steps] for name in (*names, "policy/loss", "reward/mean")}
+
+
+def make_table(rows: Mapping[str, Mapping[str, list[float]]]) -> Table:
+    """Return the table of medians without the first steps, and the largest difference of losses.
+
+    Args:
+        rows: the metrics of each run, as `measure` returns them.
+    """
+    table = Table(title="Training, medians of the steps that do not compile", title_justify="left")
+    columns = ("tokens/s", "s per step", "exposed planning, s", "imbalance", "loss differs by")
+    for column in ("planner", *columns):
+        table.add_column(column, justify="left" if column == "planner" else "right", no_wrap=True)
+    first = next(iter(rows.values()))["policy/loss"]
+    for name, row in rows.items():
+        names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
+        medians = [statistics.median(row[metric][COMPILING:]) for metric in names]
+        difference = max(abs(one - other) for one, other in zip(first, row["policy/loss"], strict=True))
+        table.add_row(name, *(f"{value:.3g}" for value in medians), f"{difference:.1e}")
+    return table
+
+
+if __name__ == "__main__":
+    with shared_programs():
+        sys.exit(run.main(sys.argv[1:]))
