@@ -79,7 +79,7 @@ def contenders(
         layers=layers,
         seed=seed,
     )
-    even = even_samples(samples, topology.num_experts)
+    even = samples._replace(expert_ids=route_evenly(samples.expert_ids, samples.mask, topology.num_experts))
     return {
         name: plan_contender(even, "static", topology)
         if name == "balanced"
@@ -140,11 +140,6 @@ def route_evenly(
         dealt = rng.permuted(decks, axis=1)[:, : tokens_per_deck * top_k].reshape(-1, top_k)
         even[mask, layer] = dealt[:tokens]
     return even
-
-
-def even_samples(samples: Samples, num_experts: int) -> Samples:
-    """Return the same samples and packing with even routing (`route_evenly`)."""
-    return samples._replace(expert_ids=route_evenly(samples.expert_ids, samples.mask, num_experts))
 
 
 def plan_contender(

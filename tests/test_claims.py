@@ -180,7 +180,7 @@ def test_write_report_puts_synthetic_routing_below_and_labels_it():
 
 def test_write_report_gives_measured_figures_a_column_of_their_own():
     ran = Measurement(
-        f"{WHOLE_UPDATES}, flat", {"static": 3.0, "relibra": 2.0, "balanced": 1.9}, "two_processes.json"
+        f"{WHOLE_UPDATES}, 2x2", {"static": 3.0, "relibra": 2.0, "balanced": 1.9}, "miniature/a.json"
     )
     report = write_report(results_of(cell_of(ROWS), measured=[ran]))
     assert "| speed over Megatron-LM (static) | 1.21x to 1.58x | 1.20x | 1.50x |" in report
@@ -275,9 +275,10 @@ def test_read_measured_reads_kept_measurements():
 
 
 def test_read_measured_rejects_measurements_in_another_format(tmp_path):
-    (tmp_path / "two_processes.json").write_text('{"lines": [{"path": "flat"}]}')
+    (tmp_path / "miniature").mkdir()
+    (tmp_path / "miniature" / "a.json").write_text('{"settings": {"grid": [2, 1]}}')
     with pytest.raises(
-        ValueError, match=r"two_processes.json is not in the format that its benchmark writes: KeyError\('"
+        ValueError, match=r"a.json is not in the format that its benchmark writes: KeyError\('"
     ):
         read_measured(tmp_path)
 

@@ -19,7 +19,6 @@ from experiments import (
     count_buffers,
     stragglers,
 )
-from experiments.bench_two_processes import __main__ as bench_two_processes
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
@@ -176,7 +175,7 @@ COSTS = {
 
 
 BENCHMARKS = (
-    *(bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_two_processes, bench_warm_start),
+    *(bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_warm_start),
     *(count_buffers, stragglers),
 )
 

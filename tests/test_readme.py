@@ -5,7 +5,6 @@ import importlib.util
 import re
 from pathlib import Path
 
-from experiments.bench_two_processes.runs import Settings
 from experiments.count_buffers import Buffers
 from experiments.rl.configs import Train
 from experiments.run import CONFIGS
@@ -34,7 +33,7 @@ def options(config):
 
 
 def test_readme_names_options_that_exist():
-    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Settings()]
+    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers()]
     valid = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= valid | {"list", "help"}, used - valid

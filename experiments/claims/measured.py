@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-WHOLE_UPDATES: Final = "updates of two processes"
+WHOLE_UPDATES: Final = "updates on a miniature"
 """The beginning of ``Measurement.where`` for measurements of whole optimizer updates."""
 
 
@@ -28,10 +28,10 @@ class Measurement(NamedTuple):
 
 
 def read_measured(folder: Path) -> list[Measurement]:
-    """Read the kept measurements of ``python -m experiments.stragglers`` and ``experiments.bench_two_processes``.
+    """Read the kept measurements of ``python -m experiments.stragglers`` and ``experiments.miniature compare``.
 
     Args:
-        folder: the folder of ``stragglers.json`` and ``two_processes.json``. Either file may be missing.
+        folder: the folder of ``stragglers.json`` and ``miniature/*.json``. Any of them may be missing.
 
     Returns:
         All measurements, in the order of the files.
@@ -39,14 +39,13 @@ def read_measured(folder: Path) -> list[Measurement]:
     Raises:
         ValueError: if a file exists but is not in the format that its program writes.
     """
-    readers = {"stragglers.json": _stragglers, "two_processes.json": _two_processes}
+    paths = [*folder.glob("stragglers.json"), *sorted(folder.glob("miniature/*.json"))]
     measurements = []
-    for name, reader in readers.items():
-        path = folder / name
-        if not path.is_file():
-            continue
+    for path in paths:
+        read = _stragglers if path.parent == folder else _miniature
+        name = str(path.relative_to(folder))
         try:
-            measurements += [Measurement(*each, name) for each in reader(json.loads(path.read_text()))]
+            measurements += [Measurement(*each, name) for each in read(json.loads(path.read_text()))]
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not in the format that its benchmark writes: {error!r}") from error
     return measurements
@@ -60,13 +59,9 @@ def _stragglers(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
     ]
 
 
-def _two_processes(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    settings: dict[tuple[str, int, str], dict[str, float]] = {}
-    for line in kept["lines"]:
-        if line["seconds"]:
-            place = (line["path"], line["micro_batches"], line["trace"])
-            settings.setdefault(place, {})[line["contender"].lower()] = float(np.median(line["seconds"]))
-    return [
-        (f"{WHOLE_UPDATES}, {path}, {count} micro-batches, {trace}", seconds)
-        for (path, count, trace), seconds in settings.items()
-    ]
+def _miniature(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    settings, names = kept["settings"], {"forced balanced": "balanced"}
+    nodes, ranks = settings["grid"]
+    where = f"{WHOLE_UPDATES} of {nodes}x{ranks} ranks, {settings['micro_batches']} micro-batches, {kept['trace']}"
+    rows = kept["rows"].items()
+    return [(where, {names.get(name, name.lower()): float(np.median(row["seconds"])) for name, row in rows})]

@@ -156,7 +156,7 @@ def _claims_tables(
         lines = [line for line in lines if any(line[2:])]
         head = [f"{cells_of_ranks[0].routing}, {ranks} ranks", "published, measured"]
         head += [f"relibra_jax, modelled: {cell.model}" for cell in cells_of_ranks]
-        head += [f"relibra_jax, measured: {WHOLE_UPDATES}, 2x1 ranks"] * bool(measured)
+        head += [f"relibra_jax, measured: {WHOLE_UPDATES}"] * bool(measured)
         parts.append(_table(head, lines))
     return parts
 

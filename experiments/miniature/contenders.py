@@ -56,10 +56,11 @@ def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[
     }
 
 
-EXCHANGES: Final = 6
-"""The exchanges of a layer over each hop: rows and weights of dispatch and rows of combine, forward and backward."""
-FETCHES: Final = 4
-"""The exchanges of a layer that fetch replicas or return their gradients."""
+MEETINGS: Final = 4
+"""The times that ranks wait for each other at a hop of a layer: dispatch and combine, forward and backward. Rows and
+weights of a dispatch go one right after the other."""
+FETCHES: Final = 2
+"""The times that ranks wait for each other to fetch replicas in a layer, and to return their gradients."""
 CROSSINGS: Final = 4
 """The exchanges of a row in a layer: dispatch and combine, forward and backward."""
 RETURN: Final = 2
@@ -186,8 +187,8 @@ class Run:
     def modelled(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of the update by part, without the move of experts before it.
 
-        To the parts of `relibra_jax.cost.batch_time` come those that a plan does not change: what exchanges take
-        besides their bytes, and the sums of dense gradients in each layer and micro-batch.
+        To the parts of `relibra_jax.cost.batch_time` come those that a plan does not change: the waits of ranks for
+        each other at exchanges, and the sums of dense gradients in each layer and micro-batch.
         """
         plan, parallel = self.batch.batch_plan, self.batch.parallel
         topology, cost = parallel.topology, self.balancer.cost
@@ -196,11 +197,11 @@ class Run:
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
         hops = 2 if price.hierarchical and topology.ranks_per_node > 1 else 1
-        exchanges = EXCHANGES * hops + FETCHES * (topology.replica_slots > 0)
+        meetings = MEETINGS * hops + FETCHES * (topology.replica_slots > 0)
         micro_batches, layers = plan.load.shape[:2]
         parts = {part: float(value) for part, value in time.parts().items()}
         return parts | {
-            "meetings": micro_batches * layers * exchanges * rates.meet,
+            "meetings": micro_batches * layers * meetings * rates.meet,
             "sums": micro_batches * layers * rates.sums,
         }
 

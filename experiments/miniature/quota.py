@@ -17,7 +17,7 @@ MOUNT: Final = Path("/sys/fs/cgroup")
 PERIOD: Final = 10_000
 """The period in which a group may use its share, in microseconds. A rank that has used it up waits for the next one."""
 QUOTA_FILE, UNLIMITED = "RELIBRA_QUOTA_FILE", "RELIBRA_NO_QUOTA"
-"""The variables that tell a rank the file of its quota, the text that sets it, and the text that lifts it."""
+"""The variables that tell a rank the file of its quota, and the text that lifts it."""
 _REMOVE: Final = """cat
 for _ in $(seq 100); do rmdir "$0"/rank* "$0" 2>/dev/null; test -d "$0" || exit 0; sleep 0.1; done"""
 """Wait for the end of the input, then remove the groups, as soon as the kernel has ended the last process in them."""
