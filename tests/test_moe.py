@@ -201,6 +201,21 @@ def test_moe_layer_runs_the_emulated_ragged_exchange_and_fetch(path):
         check_all(step, plans("2x4", 2, name, 1))
 
 
+@pytest.mark.parametrize("path", FLAT_IS_SLOW)
+def test_moe_layer_runs_the_fitted_exchange(path):
+    """Some routings have no rows to send, and some fill a lane."""
+    for name in ("relibra", "random"):
+        check_all(run("2x4", 2, path, False, "fitted", resident_slots=1), plans("2x4", 2, name, 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
+@pytest.mark.parametrize("path", PATHS)
+def test_moe_layer_runs_the_fitted_exchange_on_every_mesh(mesh, path):
+    for name in ("random, across nodes", "random"):
+        check_all(run(mesh, 2, path, True, "fitted", resident_slots=2), plans(mesh, 2, name, 2))
+
+
 def test_moe_layer_runs_the_ragged_fetch_across_nodes():
     for name in ("relibra_across", "random, across nodes"):
         check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.costs import NEEDED
 from support.dense import assert_close, mixture
 from support.plans import load_of, random_plan
 from test_moe import (
@@ -24,7 +25,17 @@ from test_moe import (
 )
 
 from relibra_jax.contract.plan import home_layout
-from relibra_jax.contract.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
+from relibra_jax.contract.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    LayerPlan,
+    Plan,
+    RoutingReplay,
+    Topology,
+    layer_plans,
+)
+from relibra_jax.cost.traffic import count_sent
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -38,8 +49,10 @@ from relibra_jax.execution.dispatch import Dispatch, NodeDispatch
 from relibra_jax.execution.parallel import _print_once
 from relibra_jax.routing.exchange_rules import PATHS
 from relibra_jax.routing.sizes import count_capacities
+from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = topology_of("2x4", 2, 1)
+GRID = (2, 4)
 VALUES = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
 GATES = [gates_of(VALUES, ids).astype(jnp.float32) for ids in routings()]
 
@@ -67,6 +80,32 @@ def a_batch():
 def run_prepared(experts, layer, ids, gates, parallel):
     layer_experts, x = fetch_replicas(experts, layer, VALUES["x"], parallel)
     return moe_layer(x, ids, gates, layer_experts, layer, parallel)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_fitted_exchange_sends_the_lanes_of_the_price(path):
+    """Every layer and micro-batch sends as much of each lane as `count_sent` counts, which is not always the same."""
+    plan, load, _, _ = a_batch()
+    ids = routings().reshape(-1, TOKENS, 1, TOP_K)
+    assignment = Assignment(np.arange(len(ids)).reshape(len(load), *GRID, 1))
+    replay = RoutingReplay(ids, ids[..., 0, 0] != EMPTY)
+    visits = node_visits(replay, BatchPlan(assignment, load, plan), TOPOLOGY)
+    sizes = count_capacities(layer_plans(plan, load), TOPOLOGY, visits=visits)
+    parallel = parallel_of(path, exchange="fitted", capacities=sizes)
+    dispatch = prepare_layers(
+        routings()[..., None, :], layer_plans(plan, load), parallel
+    ).token_tables.dispatch
+    hops, _ = parallel.token_exchanges(TOKENS, TOP_K)
+    lanes = [dispatch.lanes] if path == "flat" else [dispatch.lanes, dispatch.inside.lanes]
+    sent = [np.array(hop.lengths)[np.asarray(each.length)] for hop, each in zip(hops, lanes, strict=True)]
+    cost = dataclasses.replace(NEEDED, path=path, between="fitted", inside="fitted", spare_room=False)
+    visits = visits if path == "hierarchical" else None
+    expected_sent = count_sent(layer_plans(plan, load), TOPOLOGY, cost.price(TOPOLOGY), visits=visits)
+    nodes, local = GRID
+    between, inside = (local, local - 1) if path == "flat" else (nodes - 1, local - 1)
+    np.testing.assert_array_equal(between * sent[0], expected_sent.between)
+    np.testing.assert_array_equal(inside * sent[-1], expected_sent.inside)
+    assert len(np.unique(sent[0])) > 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
 from experiments.program import TraceName
 from relibra_jax.cost.models import MODELS
+from relibra_jax.execution.exchange import KINDS
+from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 from relibra_jax.support.suggestions import suggest_names
@@ -53,6 +55,8 @@ class Compare:
     """The number of replica slots of a rank, for planners that replicate."""
     path: str = "auto"
     """The path of tokens: auto, flat or hierarchical."""
+    exchanges: tuple[str, ...] = (AUTO,)
+    """The kinds of token exchange, each of which all contenders run: auto first, then padded, fitted or emulated."""
     contenders: tuple[str, ...] = ()
     """The names of the runs to compare with the forced balanced run. Without any, all are compared."""
     repeats: int = 5
@@ -74,11 +78,11 @@ def compare(options: Compare) -> int:
         raise ValueError(f"twin={options.twin!r}: no such twin{suggest_names(options.twin, TWINS)}")
     check_integer("repeats", options.repeats, least=1)
     check_integer("replica_slots", options.replica_slots, least=0)
-    unknown = set(options.contenders) - set(contenders(options.replica_slots))
-    if unknown:
-        raise ValueError(
-            f"contenders={sorted(unknown)} are not among {', '.join(contenders(options.replica_slots))}"
-        )
+    if options.exchanges[:1] != (AUTO,) or set(options.exchanges) - {AUTO, *KINDS}:
+        raise ValueError(f"exchanges={options.exchanges} must be auto, then any of {', '.join(KINDS)}")
+    names = contenders(options.replica_slots, options.exchanges)
+    if unknown := set(options.contenders) - set(names):
+        raise ValueError(f"contenders={sorted(unknown)} are not among {', '.join(names)}")
     samples = _check_trace(options, twin)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
@@ -90,6 +94,7 @@ def compare(options: Compare) -> int:
         micro_batches=options.micro_batches,
         replica_slots=options.replica_slots,
         path=options.path,
+        exchanges=options.exchanges,
         names=options.contenders,
         repeats=0,
         profile=options.profile,

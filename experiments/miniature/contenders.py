@@ -18,6 +18,7 @@ from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_gradients, expert_mesh
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.traces.trace import Trace
 
 
@@ -32,15 +33,28 @@ class Contender(NamedTuple):
     """The number of resident slots of a rank."""
     even: bool = False
     """Whether routing is replaced by even routing."""
+    exchange: str = AUTO
+    """The kind of token exchange."""
 
 
-def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[str, Contender]:
+def contenders(replica_slots: int, exchanges: tuple[str, ...] = (AUTO,)) -> dict[str, Contender]:
     """Return the compared runs by name.
 
     Args:
         replica_slots: the number of replica slots of a rank, for all planners that replicate.
-        residents: the numbers of resident slots of a rank with which ReLibra runs.
+        exchanges: the kinds of token exchange, each of which all planners run. Names have all but ``auto``.
+
+    >>> [name for name in contenders(1, ("auto", "fitted")) if "static" in name]
+    ['static', 'static, fitted']
     """
+    return {
+        name if exchange == AUTO else f"{name}, {exchange}": each._replace(exchange=exchange)
+        for exchange in exchanges
+        for name, each in _contenders(replica_slots).items()
+    }
+
+
+def _contenders(replica_slots: int) -> dict[str, Contender]:
     assigned = with_samples_assigned("relibra")
     rivals = {"EPLB": "eplb", "LPLB": "lplb", "UltraEP": "ultraep", "MoonEP": "moonep", "LAER": "laer"}
     return {
@@ -50,7 +64,7 @@ def contenders(replica_slots: int, residents: tuple[int, ...] = (1, 2)) -> dict[
         "ReLibra": Contender(assigned, replica_slots),
         **{
             f"ReLibra, {number} resident{'s' * (number > 1)}": Contender(assigned, replica_slots, number)
-            for number in residents
+            for number in (1, 2)
         },
         BALANCED: Contender(PLANNERS["static"], even=True),
     }
@@ -156,7 +170,11 @@ class Run:
             draws = [even_routing(draw, num_experts) for draw in draws]
         entry = contender.entry
         parallel = ExpertParallel(
-            mesh=expert_mesh(topology), topology=topology, path=path, across_nodes=entry.across_nodes
+            mesh=expert_mesh(topology),
+            topology=topology,
+            path=path,
+            exchange=contender.exchange,
+            across_nodes=entry.across_nodes,
         )
         self.model, self.optimizer = make_policy(sizes, topology)
         self.balancer = Balancer(

@@ -59,6 +59,8 @@ class Settings:
     """The number of replica slots of a rank, for planners that replicate."""
     path: str
     """The path of tokens: ``auto``, ``flat`` or ``hierarchical``."""
+    exchanges: tuple[str, ...]
+    """The kinds of token exchange, each of which all contenders run."""
     names: tuple[str, ...]
     """The contenders that run beside the forced balanced run; all if there are none."""
     repeats: int
@@ -76,7 +78,7 @@ class Settings:
     def from_json(cls, text: str) -> "Settings":
         """Read the settings from text."""
         values = json.loads(text)
-        return cls(**values | {name: tuple(values[name]) for name in ("grid", "names")})
+        return cls(**values | {name: tuple(values[name]) for name in ("grid", "exchanges", "names")})
 
 
 def main(settings: Settings) -> None:
@@ -125,7 +127,7 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     """
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
-    for name, contender in contenders(settings.replica_slots).items():
+    for name, contender in contenders(settings.replica_slots, settings.exchanges).items():
         if settings.names and name not in (*settings.names, BALANCED):
             continue
         with whole_core():

@@ -277,7 +277,7 @@ class Price:
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
     between: str = field(default="ragged", metadata={"static": True})
-    """The exchange between nodes, and of flat dispatch: ``padded`` or ``ragged``."""
+    """The exchange between nodes, and of flat dispatch: ``padded``, ``fitted`` or ``ragged``."""
     inside: str = field(default="ragged", metadata={"static": True})
     """The exchange inside nodes under hierarchical dispatch."""
     fetches: str = field(default="ragged", metadata={"static": True})

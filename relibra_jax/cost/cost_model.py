@@ -81,12 +81,12 @@ class CostModel:
     """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
     for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
     between: str = AUTO
-    """The exchange between nodes, and of the flat path: ``padded``, ``ragged``, or ``auto`` for the rule of
+    """The exchange between nodes, and of the flat path: ``padded``, ``fitted``, ``ragged``, or ``auto`` for the rule of
     `relibra_jax.routing.exchange_rules.choose_exchange` on GPUs."""
     inside: str = AUTO
     """The exchange inside nodes, likewise."""
     fetch: str = AUTO
-    """The exchange of replicas, likewise."""
+    """The exchange of replicas: ``padded``, ``ragged`` or ``auto``."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -118,12 +118,13 @@ class CostModel:
             check_integer("compute_bytes", self.compute_bytes, least=1)
         count_passes(self.updates, recompute=self.recompute)
         _check_numbers(self.cluster, self.model)
-        kinds = (AUTO, "padded", "ragged")
+        fetches = (AUTO, "padded", "ragged")
+        kinds = (*fetches, "fitted")
         for name, names in (
             ("path", (AUTO, *PATHS)),
             ("between", kinds),
             ("inside", kinds),
-            ("fetch", kinds),
+            ("fetch", fetches),
             ("sequences", (AUTO, *SEQUENCES)),
         ):
             if getattr(self, name) not in names:

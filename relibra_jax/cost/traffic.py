@@ -3,7 +3,8 @@
 The counts are of the rows of dispatch, from the plan alone (flat dispatch) or also from the replayed routes
 (hierarchical dispatch), and of the experts that ranks send to each other. `count_traffic` counts the rows that are
 needed, and `count_sent` those that the exchange sends: a padded one sends lanes that are all as long as the longest of
-any layer and micro-batch, with the spare room of its buffers.
+any layer and micro-batch, with the spare room of its buffers; a fitted one as much of them as the longest lane of the
+layer and micro-batch needs.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Price, Topology, check_shape
-from relibra_jax.routing.sizes import padded_rows
+from relibra_jax.routing.sizes import fitted_lane, padded_rows
 from relibra_jax.routing.split import line_starts, pair_load
 
 
@@ -183,8 +184,8 @@ def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable
         buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
     lanes = _flat_lanes(_count_pairs(plans, topology), topology)
-    lane, own = room(lanes.between), room(lanes.own_between)
-    buffers = 2 * (ranks * lane + own) + slots
+    pair, own = room(lanes.between), room(lanes.own_between)
+    lane, buffers = _lane(cost.between, lanes.between, pair), 2 * (ranks * pair + own) + slots
     return Sent(
         *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
     )
@@ -202,18 +203,26 @@ def _hierarchical_sent(
     traffic = _hierarchical_traffic(pairs, visits, topology)
     lanes = _hierarchical_lanes(pairs, visits, topology)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    if cost.between == "padded":
-        lane, own = room(lanes.between), room(lanes.own_between)
-        slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * lane + own)
+    if cost.between != "ragged":
+        pair, own = room(lanes.between), room(lanes.own_between)
+        lane = _lane(cost.between, lanes.between, pair)
+        slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * pair + own)
     else:
         received = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
         first = room(jnp.asarray(visits).sum(-1)) + room(received)
-    if cost.inside == "padded":
-        lane, own = room(lanes.inside), room(lanes.own_inside)
-        fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * lane + own)
+    if cost.inside != "ragged":
+        pair, own = room(lanes.inside), room(lanes.own_inside)
+        lane = _lane(cost.inside, lanes.inside, pair)
+        fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * pair + own)
     else:
         second = room(pairs.sum((2, 5))) + slots
     return Sent(slow, fast, jnp.broadcast_to(first + second + slots, slow.shape))
+
+
+def _lane(kind: str, longest: Num[Array, "M L"], pair: jax.Array) -> Float[jax.Array, "M L 1 1"]:
+    """Return the lane that a padded or fitted exchange sends in each layer and micro-batch."""
+    lane = fitted_lane(longest, pair) if kind == "fitted" else jnp.broadcast_to(pair, longest.shape)
+    return lane[..., None, None]
 
 
 def _count_pairs(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L N G N G"]:

@@ -89,8 +89,9 @@ class Costs:
     dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
     """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical).
     By default what layers run: hierarchical if there are several nodes and a token has several experts."""
-    exchange: Literal["auto", "padded", "ragged"] = "auto"
-    """What an exchange sends: lanes that are all as long as the longest (padded), or only needed rows (ragged).
+    exchange: Literal["auto", "padded", "fitted", "ragged"] = "auto"
+    """What an exchange sends: lanes as long as the longest of the batch (padded) or of the layer and micro-batch
+    (fitted), or only needed rows (ragged).
     By default what layers run on GPUs: padded between nodes, ragged inside nodes of at most 8 ranks."""
     sequence_layout: Literal["packed", "padded"] = "packed"
     """How samples lie in sequences: several in one (packed), or each in one of its own, as long as the longest."""

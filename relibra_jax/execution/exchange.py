@@ -1,10 +1,12 @@
 """The collective that sends rows between ranks, and its reverse.
 
 Every rank knows beforehand how many rows it sends to and receives from each other rank (its `Lanes`), so the exchange
-sends no sizes. There are three kinds:
+sends no sizes. There are four kinds:
 
 - ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
   as long as the longest. The rows that a rank keeps are after its lanes, so that they make no lane longer.
+- ``fitted``: the same buffers, of which each exchange sends as much as its longest lane needs, in eighths. All
+  ranks know that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. It is unproven: it
   compiles for H100 and tests cover its index logic through ``emulated``, but its results on hardware have not been
   checked.
@@ -22,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num
 
+from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.routing.segments import segment_rows, starts
-from relibra_jax.routing.sizes import ExchangeSizes
+from relibra_jax.routing.sizes import LANE_LENGTHS, ExchangeSizes
 
-KINDS: Final = ("padded", "ragged", "emulated")
+KINDS: Final = ("padded", "fitted", "ragged", "emulated")
 
 
 class Lanes(NamedTuple):
@@ -43,6 +46,9 @@ class Lanes(NamedTuple):
     """The first row from this rank in the receive buffer of each rank."""
     peer_send_start: Int[jax.Array, "*stack P"]
     """The first row for this rank in the send buffer of each rank."""
+    length: Int[jax.Array, "*stack"] | None = None
+    """The number of the length that a fitted exchange sends of every lane, in `Exchange.lengths`, equal on all ranks;
+    None for other kinds."""
 
     def back(self) -> "Lanes":
         """Return the lanes of the reverse exchange."""
@@ -53,6 +59,7 @@ class Lanes(NamedTuple):
             receive_start=self.send_start,
             peer_receive_start=self.peer_send_start,
             peer_send_start=self.peer_receive_start,
+            length=self.length,
         )
 
 
@@ -66,14 +73,25 @@ class Exchange:
     sizes: ExchangeSizes
 
     @property
+    def has_lanes(self) -> bool:
+        """Whether buffers have a lane of equal length for every rank."""
+        return self.kind in ("padded", "fitted")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of which a fitted exchange sends one of every lane, ascending."""
+        parts = {-(-self.sizes.pair * part // LANE_LENGTHS) for part in range(LANE_LENGTHS + 1)}
+        return tuple(sorted(parts))
+
+    @property
     def send_rows(self) -> int:
         """The number of rows of the send buffer."""
-        return self._padded_rows if self.kind == "padded" else self.sizes.send
+        return self._padded_rows if self.has_lanes else self.sizes.send
 
     @property
     def receive_rows(self) -> int:
         """The number of rows of the receive buffer."""
-        return self._padded_rows if self.kind == "padded" else self.sizes.receive
+        return self._padded_rows if self.has_lanes else self.sizes.receive
 
     @property
     def _padded_rows(self) -> int:
@@ -83,11 +101,12 @@ class Exchange:
     def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
         """Compute this rank's lanes from the rows that each rank sends to each, which are equal on all ranks."""
         own = jax.lax.axis_index(self.axes)
-        if self.kind == "padded":
+        if self.has_lanes:
             rank = jnp.arange(self.ranks, dtype=counts.dtype)
             start = jnp.where(rank == own, self.ranks, rank) * self.sizes.pair
             peer_start = jnp.where(rank == own, self.ranks, own).astype(counts.dtype) * self.sizes.pair
-            return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start)
+            length = self._length(counts) if self.kind == "fitted" else None
+            return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start, length)
         send_start, receive_start = starts(counts, 1), starts(counts, 0)
         return Lanes(
             sent=counts[own],
@@ -101,17 +120,24 @@ class Exchange:
     def lane_order(self) -> Int[jax.Array, " P"]:
         """Return the ranks in the order of their rows in this rank's send buffer."""
         rank = jnp.arange(self.ranks, dtype=jnp.int32)
-        if self.kind != "padded":
+        if not self.has_lanes:
             return rank
         own_last = jnp.where(rank == jax.lax.axis_index(self.axes), self.ranks, rank)
         return jnp.argsort(own_last)
 
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Return whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
-        if self.kind == "padded":
-            others = jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts)
-            return (others.max() <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
+        if self.has_lanes:
+            return (self._longest(counts) <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
         return (counts.sum(1).max() <= self.sizes.send) & (counts.sum(0).max() <= self.sizes.receive)
+
+    def _longest(self, counts: Int[jax.Array, "P P"]) -> Int[jax.Array, ""]:
+        return jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts).max()
+
+    def _length(self, counts: Int[jax.Array, "P P"]) -> Int[jax.Array, ""]:
+        """Return the number of the least length that suffices on all ranks of the group."""
+        longest = jax.lax.pmax(vary_over(self._longest(counts), RANKS), RANKS)
+        return jnp.searchsorted(jnp.array(self.lengths, longest.dtype), longest).astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -156,10 +182,23 @@ def swap_lanes(
     return jnp.concatenate([received_lanes, kept_rows])
 
 
+def _swap_fitted(exchange: Exchange, length: int, rows: jax.Array) -> jax.Array:
+    """Exchange the first ``length`` rows of each lane; the others become zero, and the rows after the lanes stay."""
+    ranks, pair = exchange.ranks, exchange.sizes.pair
+    lanes, kept_rows = jnp.split(rows, [ranks * pair])
+    sent = lanes.reshape(ranks, pair, *rows.shape[1:])[:, :length]
+    received = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True) if length else sent
+    whole = jnp.pad(received, [(0, 0), (0, pair - length), *[(0, 0)] * (rows.ndim - 1)])
+    return jnp.concatenate([whole.reshape(lanes.shape), kept_rows])
+
+
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     axes = exchange.axes
     if exchange.kind == "padded":
         return swap_lanes(rows, axes, exchange.ranks, exchange.sizes.pair)
+    if exchange.kind == "fitted":
+        ways = [functools.partial(_swap_fitted, exchange, length) for length in exchange.lengths]
+        return jax.lax.switch(lanes.length, ways, rows)
     if exchange.kind == "emulated":
         all_rows = jax.lax.all_gather(rows, axes, tiled=True)
         source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
-from relibra_jax.execution.exchange import KINDS, Exchange, Lanes
+from relibra_jax.execution.exchange import Exchange, Lanes
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
 from relibra_jax.routing.segments import in_lanes, places, starts
@@ -20,7 +20,7 @@ from relibra_jax.routing.sizes import export_count, exported_slots
 
 PULLED: Final = ("remote", "remote_emulated")
 """The kinds of fetch in which every rank reads its replicas from the memory of other ranks."""
-FETCHES: Final = (*KINDS, *PULLED)
+FETCHES: Final = ("padded", "ragged", "emulated", *PULLED)
 """All kinds of fetch: see `relibra_jax.execution.replicas`."""
 
 

@@ -61,7 +61,7 @@ class ExpertParallel:
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
     one node, and padded otherwise. The layer prints the choice once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` chooses as for ``exchange`` and
+    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` chooses as for ``exchange``, and
     never chooses ``remote``, which raises an error if its kernel cannot run."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""

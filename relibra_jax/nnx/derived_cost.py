@@ -146,8 +146,8 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
 
 
 def _priced(kind: str) -> str:
-    """Return the kind of exchange whose data a kind of exchange sends: all but padded send what is needed."""
-    return "padded" if kind == "padded" else "ragged"
+    """Return the kind of exchange whose data a kind of exchange sends: those without lanes send what is needed."""
+    return kind if kind in ("padded", "fitted") else "ragged"
 
 
 def with_dtype_of(cost: CostModel, model: nnx.Module) -> CostModel:

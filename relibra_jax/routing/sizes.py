@@ -12,16 +12,20 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
+
+LANE_LENGTHS: Final = 8
+"""The number of lane lengths of a fitted exchange besides 0: equal parts of the longest."""
 
 
 @jax.tree_util.register_dataclass
@@ -238,6 +242,20 @@ def padded_rows(size: Float[Array, "*sizes"], *, spare_room: bool) -> Float[jax.
     """
     rows = _round_up(jnp.ceil(jnp.asarray(size, jnp.float32)))
     return _round_up(jnp.floor(rows * 1.25)) if spare_room else rows
+
+
+def fitted_lane(longest: Num[Array, "*sizes"], pair: Float[Array, ""] | float) -> Float[jax.Array, "*sizes"]:
+    """Return the lengths of lanes that a fitted exchange sends, under jit.
+
+    Args:
+        longest: the rows of the longest lane of each exchange.
+        pair: the lane of the buffer, `ExchangeSizes.pair`.
+
+    >>> fitted_lane(jnp.array([0.0, 1.0, 100.0, 103.0]), 104.0).tolist()
+    [0.0, 13.0, 104.0, 104.0]
+    """
+    part = pair / LANE_LENGTHS
+    return jnp.ceil(jnp.asarray(longest, jnp.float32) / part) * part
 
 
 def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
