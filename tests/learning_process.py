@@ -1,9 +1,11 @@
 """One process of a run in test_rl_processes.py: ``python -m experiments.run`` with the smallest policy.
 
 The variable ``TROUBLE`` has the index of a process, a step, and what happens to the process in this step: ``fail`` or
-``stop``. For every scored sample, the index of the scoring process is appended to the file that ``SCORED`` names.
+``stop``. For every scored sample, the index of the scoring process is appended to the file that ``SCORED`` names. With
+the variable ``SHARED_PROGRAMS``, the first process compiles for all.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -14,6 +16,7 @@ import jax
 from support.runs import HASTY, SIZES, SMALL, SMALLEST
 
 from experiments import run
+from experiments.miniature.sharing import shared_programs
 from experiments.rl import configs, state, tasks, train
 from experiments.rl.configs import Train
 from experiments.rl.policy import POLICIES
@@ -52,4 +55,5 @@ run.CONFIGS, run.SUMMARIES = (
     {"small": Train(**SMALL, checkpoint_every=1, plan_ahead=0.5, watch_every=1)},
     {"small": "a run of seconds"},
 )
-sys.exit(run.main(sys.argv[1:]))
+with shared_programs() if "SHARED_PROGRAMS" in os.environ else contextlib.nullcontext():
+    sys.exit(run.main(sys.argv[1:]))

@@ -11,20 +11,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
+import jax
 from jax._src import cache_key, compilation_cache, compiler, distributed
 
 from experiments.miniature.quota import whole_core
 
 MOST_SECONDS: Final = 600
-"""The time for which a rank waits for a program."""
+"""The time for which a rank waits for a program that rank 0 has begun to compile."""
+BEGIN_SECONDS: Final = 0.5
+"""The time for which a rank waits for rank 0 to begin. After it, the rank compiles the program itself."""
 
 
 @contextmanager
 def shared_programs() -> Iterator[None]:
-    """Compile on rank 0 only, in a process group. All ranks must compile the same programs and keep programs on disk.
+    """Compile on rank 0 what all ranks of a process group run, if they keep programs on disk.
 
     Raises:
-        RuntimeError: from JAX, if rank 0 does not compile a program within `MOST_SECONDS` that another rank needs.
+        RuntimeError: from JAX, if rank 0 does not end a compilation within `MOST_SECONDS`.
     """
     hash_options = functools.partial(_without_devices, cache_key._hash_serialized_compile_options)
     replaced = (
@@ -54,12 +57,19 @@ def _share(
     callbacks, _, key = rest
     group = distributed.global_state
     assert group.client is not None
+    begun = f"{key}/begun"
     if group.process_id == 0:
+        group.client.key_value_set(begun, "", allow_overwrite=True)
         with whole_core():
             program = compile_(backend, computation, devices, options, *rest)
         text = compilation_cache.compress_executable(backend.serialize_executable(program))
-        group.client.key_value_set_bytes(key, text)
+        group.client.key_value_set_bytes(key, text, allow_overwrite=True)
         return program
+    try:
+        group.client.blocking_key_value_get(begun, round(1000 * BEGIN_SECONDS))
+    except jax.errors.JaxRuntimeError:
+        with whole_core():
+            return compile_(backend, computation, devices, options, *rest)
     text = group.client.blocking_key_value_get_bytes(key, 1000 * MOST_SECONDS)
     return backend.deserialize_executable(
         compilation_cache.decompress_executable(text), devices, options, callbacks
