@@ -19,6 +19,7 @@ from experiments.miniature.cluster import Miniature
 from experiments.miniature.contenders import BALANCED, draw_batches, even_routing
 from experiments.miniature.faults import Fault
 from experiments.miniature.launch import run_on_ranks, why_not
+from experiments.miniature.learn import make_table
 from experiments.miniature.quota import MOUNT
 from experiments.miniature.report import Speed, agreement, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS
@@ -305,6 +306,18 @@ def rows(**seconds):
         | {"seconds": [value, 1.1 * value, 0.9 * value], "modelled": {"all": value}, "phases": phases}
         for name, value in seconds.items()
     }
+
+
+def test_learn_compares_steps_that_do_not_compile_and_gradients():
+    names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
+    row = {name: [9.0, 9.0, 2.0, 4.0, 3.0] for name in names}
+    results = {
+        "static": row | {"policy/gradient_norm": [0.5, 0.0]},
+        "ReLibra": row | {"policy/gradient_norm": [0.25, 0.0]},
+    }
+    cells = [list(column.cells) for column in make_table(results).columns]
+    assert [column[0] for column in cells[1:]] == ["3", "3", "3", "3", "0.0e+00"]
+    assert cells[-1][1] == "5.0e-01"
 
 
 def test_report_shows_speed_and_agreement(tmp_path):

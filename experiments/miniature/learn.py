@@ -36,7 +36,7 @@ COMPILING: Final = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learn:
-    """Make the same training run under several planners, and compare their speeds and losses."""
+    """Make the same training run under several planners, and compare their speeds and gradients."""
 
     miniature: Annotated[Miniature, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Miniature)
     """The sizes."""
@@ -84,24 +84,26 @@ def measure(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
     """
     steps = [line for line in lines if line["kind"] == LEARN]
     names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
-    return {name: [step[name] for step in steps] for name in (*names, "policy/loss", "reward/mean")}
+    learned = ("policy/loss", "policy/gradient_norm", "reward/mean")
+    return {name: [step[name] for step in steps] for name in (*names, *learned)}
 
 
 def make_table(rows: Mapping[str, Mapping[str, list[float]]]) -> Table:
-    """Return the table of medians without the first steps, and the largest difference of losses.
+    """Return the table of medians without the first steps, and the largest relative difference of gradient norms.
 
     Args:
         rows: the metrics of each run, as `measure` returns them.
     """
     table = Table(title="Training, medians of the steps that do not compile", title_justify="left")
-    columns = ("tokens/s", "s per step", "exposed planning, s", "imbalance", "loss differs by")
+    columns = ("tokens/s", "s per step", "exposed planning, s", "imbalance", "gradients differ by")
     for column in ("planner", *columns):
         table.add_column(column, justify="left" if column == "planner" else "right", no_wrap=True)
-    first = next(iter(rows.values()))["policy/loss"]
+    first = next(iter(rows.values()))["policy/gradient_norm"]
     for name, row in rows.items():
         names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
         medians = [statistics.median(row[metric][COMPILING:]) for metric in names]
-        difference = max(abs(one - other) for one, other in zip(first, row["policy/loss"], strict=True))
+        norms = zip(first, row["policy/gradient_norm"], strict=True)
+        difference = max(abs(other / one - 1) if one else abs(other) for one, other in norms)
         table.add_row(name, *(f"{value:.3g}" for value in medians), f"{difference:.1e}")
     return table
 
