@@ -165,7 +165,8 @@ COSTS = {
     "--shards=0": f"shards=0 {INTEGER} 1 and at most 2147483647",
     "--resident-slots=12": "resident_slots=12: a rank needs 90.0 GB (homes 43.0, residents 43.0, replicas 0.1,",
     "--cluster=h1000": "cluster='h1000' must be one of h100",
-    "--exchange=pad": "invalid choice 'pad' for argument '--exchange'. Expected one of ('auto', 'padded', 'fitted',",
+    "--exchange=pad": "invalid choice 'pad' for argument '--exchange'."
+    " Expected one of ('auto', 'padded', 'fitted', 'ragged').",
     "--context=0": "context=0.0 must be positive and finite",
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",

@@ -3,9 +3,9 @@
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from test_rl_processes import PROGRAM, lines_of
 
 from experiments.miniature.cluster import Miniature
 from experiments.miniature.faults import Fault
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(PRIVILEGES is not None, reason=f"no miniature here: {PRIVILEGES}"),
 ]
-PROGRAM = Path(__file__).with_name("learning_process.py")
 MINIATURE = Miniature(nodes=2, ranks=1, slow="400mbit", core=0.9)
 STEPS, LASTS, PATIENCE = 14, 10, 18
 """The steps of the run, the seconds of a fault that ends, and the time limit for a fault that does not."""
@@ -26,13 +25,6 @@ STEPS, LASTS, PATIENCE = 14, 10, 18
 
 def metrics(folder):
     return read_metrics(folder / "seed-0" / "metrics.jsonl")
-
-
-def results(folder):
-    """Return what a run learned, without times."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in metrics(folder)
-    ]
 
 
 def longest_step(folder):
@@ -72,7 +64,7 @@ def unbroken(tmp_path_factory):
 def test_training_survives_a_fault_that_ends_and_learns_the_same(kind, unbroken, tmp_path):
     folder, middle = unbroken
     assert train("--steps", STEPS, "--out", tmp_path / "run", faults=[Fault(kind, 1, middle, LASTS)]) == 0
-    assert results(tmp_path / "run") == results(folder)
+    assert lines_of(tmp_path / "run") == lines_of(folder)
     if kind != "slow":
         assert longest_step(tmp_path / "run") > longest_step(folder) + LASTS / 2, "the fault came in a step"
 
@@ -89,4 +81,4 @@ def test_fault_for_good_ends_every_rank_in_one_line_and_the_run_resumes(kind, un
     said = r"start all of them again with: .* --resume |rank1 did not end within"
     assert all(re.search(said, line) for line in errors), errors
     assert train("--resume", tmp_path / "run") == 0
-    assert results(tmp_path / "run") == results(folder)
+    assert lines_of(tmp_path / "run") == lines_of(folder)

@@ -42,7 +42,7 @@ def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     np.testing.assert_array_equal(get_homes(one.state.agent), get_homes(other.state.agent))
     # Before the first update all runs have the same weights.
     assert metrics[0]["response/tokens"] == without[0]["response/tokens"]
-    # The second step starts from other homes, so its plans differ.
+    # A search from the counts of ended responses finds other plans than one from all of them.
     imbalances = [[step["balance/imbalance"] for step in run] for run in (metrics, without)]
     assert imbalances[0] != imbalances[1]
 

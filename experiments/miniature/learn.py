@@ -17,7 +17,7 @@ from rich.table import Table
 from experiments import run
 from experiments.miniature.cluster import Miniature
 from experiments.miniature.launch import run_on_ranks
-from experiments.miniature.report import describe_machine
+from experiments.miniature.report import describe_machine, new_table
 from experiments.miniature.sharing import shared_programs
 from experiments.rl.metrics import LEARN
 from experiments.rl.metrics_log import read_metrics
@@ -30,6 +30,10 @@ PLANNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "ReLibra, 1 resident": ("--planner", "relibra", "--replica-slots", "1", "--resident-slots", "1"),
 }
 """The options of each run."""
+MEDIANS: Final = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
+"""The metrics of which the table has medians."""
+LEARNED: Final = ("policy/loss", "policy/gradient_norm", "reward/mean")
+"""The metrics that planners must not change."""
 COMPILING: Final = 2
 """The number of first steps that compile, whose times do not count."""
 
@@ -83,9 +87,7 @@ def measure(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
         lines: the metrics of all steps.
     """
     steps = [line for line in lines if line["kind"] == LEARN]
-    names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
-    learned = ("policy/loss", "policy/gradient_norm", "reward/mean")
-    return {name: [step[name] for step in steps] for name in (*names, *learned)}
+    return {name: [step[name] for step in steps] for name in (*MEDIANS, *LEARNED)}
 
 
 def make_table(rows: Mapping[str, Mapping[str, list[float]]]) -> Table:
@@ -94,14 +96,11 @@ def make_table(rows: Mapping[str, Mapping[str, list[float]]]) -> Table:
     Args:
         rows: the metrics of each run, as `measure` returns them.
     """
-    table = Table(title="Training, medians of the steps that do not compile", title_justify="left")
     columns = ("tokens/s", "s per step", "exposed planning, s", "imbalance", "gradients differ by")
-    for column in ("planner", *columns):
-        table.add_column(column, justify="left" if column == "planner" else "right", no_wrap=True)
+    table = new_table("Training, medians of the steps that do not compile", "planner", *columns)
     first = next(iter(rows.values()))["policy/gradient_norm"]
     for name, row in rows.items():
-        names = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
-        medians = [statistics.median(row[metric][COMPILING:]) for metric in names]
+        medians = [statistics.median(row[metric][COMPILING:]) for metric in MEDIANS]
         norms = zip(first, row["policy/gradient_norm"], strict=True)
         difference = max(abs(other / one - 1) if one else abs(other) for one, other in norms)
         table.add_row(name, *(f"{value:.3g}" for value in medians), f"{difference:.1e}")

@@ -99,7 +99,7 @@ def make_tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _ratios_table(report: Mapping[str, Any]) -> Table:
-    table = _table(f"{report['settings']['twin']}: ratios of times", "ratio", "real", "here")
+    table = new_table(f"{report['settings']['twin']}: ratios of times", "ratio", "real", "here")
     for name, real in report["there"].items():
         table.add_row(name, f"{real:.2f}", f"{report['here'][name]:.2f}")
     return table
@@ -107,7 +107,7 @@ def _ratios_table(report: Mapping[str, Any]) -> Table:
 
 def _speed_table(rows: Mapping[str, Any]) -> Table:
     columns = ("s per update", "speed", "slowest to fastest", "modelled", "error")
-    table = _table("Speed, forced balanced = 100%", "contender", *columns)
+    table = new_table("Speed, forced balanced = 100%", "contender", *columns)
     for name, speed in speeds(rows).items():
         table.add_row(
             name,
@@ -122,7 +122,7 @@ def _speed_table(rows: Mapping[str, Any]) -> Table:
 
 def _bytes_table(rows: Mapping[str, Any]) -> Table:
     columns = ("slow, sent", "busiest rank", "needed", "fast, sent", "busiest rank", "needed")
-    table = _table("MB of an update over each network", "contender", *columns)
+    table = new_table("MB of an update over each network", "contender", *columns)
     for name, row in rows.items():
         cells = []
         for network in ("slow", "fast"):
@@ -135,13 +135,14 @@ def _bytes_table(rows: Mapping[str, Any]) -> Table:
 def _phases_table(rows: Mapping[str, Any]) -> Table:
     names = list(rows[BALANCED]["phases"])
     title = "Seconds of an update by phase, mean of the ranks, waits included; phases may overlap"
-    table = _table(title, "contender", *(name.replace("_", " ") for name in names))
+    table = new_table(title, "contender", *(name.replace("_", " ") for name in names))
     for name, row in rows.items():
         table.add_row(name, *(f"{np.mean(row['phases'][phase]):.2f}" for phase in names))
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """Return a table without rows, with the first column to the left and the others, numbers, to the right."""
     table = Table(title=title, title_justify="left")
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", no_wrap=not number)

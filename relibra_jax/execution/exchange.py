@@ -28,7 +28,9 @@ from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.sizes import LANE_LENGTHS, ExchangeSizes
 
-KINDS: Final = ("padded", "fitted", "ragged", "emulated")
+IN_LANES: Final = ("padded", "fitted")
+"""The kinds whose buffers have a lane of equal length for every rank."""
+KINDS: Final = (*IN_LANES, "ragged", "emulated")
 
 
 class Lanes(NamedTuple):
@@ -75,7 +77,7 @@ class Exchange:
     @property
     def has_lanes(self) -> bool:
         """Whether buffers have a lane of equal length for every rank."""
-        return self.kind in ("padded", "fitted")
+        return self.kind in IN_LANES
 
     @property
     def lengths(self) -> tuple[int, ...]:

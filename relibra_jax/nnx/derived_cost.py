@@ -20,6 +20,7 @@ from relibra_jax.contract.types import BALANCE, Price
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster, find_cluster
 from relibra_jax.cost.models import Model
+from relibra_jax.execution.exchange import IN_LANES
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.layer import MoELayer
 from relibra_jax.routing.exchange_rules import AUTO
@@ -147,7 +148,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
 
 def _priced(kind: str) -> str:
     """Return the kind of exchange whose data a kind of exchange sends: those without lanes send what is needed."""
-    return kind if kind in ("padded", "fitted") else "ragged"
+    return kind if kind in IN_LANES else "ragged"
 
 
 def with_dtype_of(cost: CostModel, model: nnx.Module) -> CostModel:
