@@ -33,7 +33,7 @@ def scaled_quotas(folder: str, rows_per_group: int) -> dict[str, np.ndarray]:
     return {name: (quota * factor).astype(np.int32) for name, quota in quotas.items()}
 
 
-def _setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelShape, str, int, float, int]:
+def layer_setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelShape, str, int, float, int]:
     """Return the shape, the implementation, the number and minimum seconds of readings, and the rows per group."""
     if rehearsal:
         return REHEARSAL_SHAPE, "xla", 1, 1e-4, 8
@@ -49,10 +49,10 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
         implementation: the implementation of `pallas_kernels` to measure.
         rehearsal: whether to measure blocked XLA once at small sizes.
     """
-    shape, name, repeats, shortest, rows_per_group = _setting(model, implementation, rehearsal)
+    shape, name, repeats, shortest, rows_per_group = layer_setting(model, implementation, rehearsal)
     quotas = scaled_quotas(folder, rows_per_group)
     rows = -(-max(int(quota.sum(-1).max()) for quota in quotas.values()) // 8) * 8
-    x, weights = random_array(rows, shape.width), _weights(shape, quotas["static"].shape[-1])
+    x, weights = random_array(rows, shape.width), slot_weights(shape, quotas["static"].shape[-1])
     for planner, quota in quotas.items():  # one by one, so that a time limit loses only the last
         timed = rank_seconds(
             {planner: quota}, x, weights, repeats=repeats, implementation=name, shortest=shortest
@@ -66,7 +66,7 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
         )
 
 
-def _weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
+def slot_weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
     weights = random_array(slots, 3, shape.width, shape.expert_width, seed=2)
     return weights[:-2], weights[-2:]
 
@@ -89,10 +89,10 @@ def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bo
     """
     from experiments.gpu_day.one_rank import OneRank
 
-    shape, name, repeats, shortest, rows_per_group = _setting(model, implementation, rehearsal)
+    shape, name, repeats, shortest, rows_per_group = layer_setting(model, implementation, rehearsal)
     quota = scaled_quotas(folder, rows_per_group)["relibra"]
     tokens = -(-int(quota.sum(-1).max()) // 8) * 8
-    weights = jnp.concatenate(_weights(shape, quota.shape[-1]))
+    weights = jnp.concatenate(slot_weights(shape, quota.shape[-1]))
     layer, reference = (OneRank(weights, tokens, implementation=choice) for choice in (name, "xla"))
     for rank in range(quota.shape[1]):
         sizes = quota[0, rank]
