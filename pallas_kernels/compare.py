@@ -22,24 +22,10 @@ class Difference(NamedTuple):
     """The largest error of an entry, divided by the largest magnitude in the expected array."""
 
 
-def difference(result: Any, expected: Any) -> Difference:
-    """Return the relative error of an array; both measures are NaN if the result is not finite.
-
-    >>> difference(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
-    Difference(norm=0.0, entry=0.0)
-    """
-    result, expected = (np.asarray(array, np.float32).reshape(-1) for array in (result, expected))
-    if not np.isfinite(result).all():
-        return Difference(float("nan"), float("nan"))
-    error, smallest = np.abs(result - expected), np.float32(1e-30)
-    return Difference(
-        float(np.linalg.norm(error) / max(np.linalg.norm(expected), smallest)),
-        float(error.max(initial=0) / max(np.abs(expected).max(initial=0), smallest)),
-    )
-
-
 def check_close(name: str, result: Any, expected: Any) -> Difference:
     """Check that every array of a tree is close to the expected one, and return the largest difference.
+
+    The arrays are compared where they are, on the device.
 
     Args:
         name: the name of the comparison in the error message.
@@ -48,19 +34,37 @@ def check_close(name: str, result: Any, expected: Any) -> Difference:
 
     Raises:
         ValueError: if the error of an array exceeds `NORM_LIMIT` or `ENTRY_LIMIT`, or an array is not finite.
+
+    >>> check_close("sums", np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    Difference(norm=0.0, entry=0.0)
     """
     largest = Difference(0.0, 0.0)
-    pairs = zip(jax.tree.leaves_with_path(result), jax.tree.leaves(expected), strict=True)
-    for (path, array), reference in pairs:
-        error = difference(array, reference)
+    paths = jax.tree.leaves_with_path(result)
+    errors = jax.device_get(_differences(jax.tree.leaves(result), jax.tree.leaves(expected)))
+    for (path, array), error in zip(paths, errors, strict=True):
         if not (error.norm <= NORM_LIMIT and error.entry <= ENTRY_LIMIT):
             raise ValueError(
                 f"{name}, array {jax.tree_util.keystr(path)} of shape {list(array.shape)}: the error is"
                 f" {error.norm:.3g} of the norm and {error.entry:.3g} of the largest entry;"
                 f" the limits are {NORM_LIMIT} and {ENTRY_LIMIT}"
             )
-        largest = Difference(*map(max, largest, error))
+        largest = Difference(*(max(pair) for pair in zip(largest, map(float, error), strict=True)))
     return largest
+
+
+@jax.jit
+def _differences(results: list[Any], expected: list[Any]) -> list[Difference]:
+    """Return the relative error of each array; both measures are NaN if a result is not finite."""
+
+    def compare(result: Any, expected: Any) -> Difference:
+        result, expected = (jnp.ravel(array).astype(jnp.float32) for array in (result, expected))
+        error, smallest = jnp.abs(result - expected), jnp.float32(1e-30)
+        norm = jnp.linalg.norm(error) / jnp.maximum(jnp.linalg.norm(expected), smallest)
+        entry = error.max(initial=0) / jnp.maximum(jnp.abs(expected).max(initial=0), smallest)
+        finite = jnp.isfinite(result).all()
+        return Difference(*(jnp.where(finite, measure, jnp.nan) for measure in (norm, entry)))
+
+    return [compare(*pair) for pair in zip(results, expected, strict=True)]
 
 
 @jax.jit

@@ -36,7 +36,6 @@ from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import Batches, Batching, Costs, Outcome, PlannedBatch, Setting, make_setting
-from relibra_jax.evaluation.planned import cost_for
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
@@ -194,7 +193,7 @@ def run_variants(
     """
     entry, layers = PLANNERS[name], draw.batch.expert_ids.shape[2]
     setting = Setting(Batches([draw.batch], draw.micro_batches, 0, 0), topology, cost_model, seed)
-    cost = cost_for(entry, setting).price(topology)
+    cost = cost_model.price(topology)
     plan = functools.partial(plan_batch, planner=entry.planner, topology=topology, cost=cost)
     first = entry.planner.init(topology, layers, key=jax.random.key(seed))
     starts = {"cold": (first, np.asarray(contiguous_homes(topology, layers)))}

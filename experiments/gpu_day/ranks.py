@@ -33,7 +33,9 @@ def scaled_quotas(folder: str, rows_per_group: int) -> dict[str, np.ndarray]:
     return {name: (quota * factor).astype(np.int32) for name, quota in quotas.items()}
 
 
-def layer_setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelShape, str, int, float, int]:
+def layer_setting(
+    model: str, implementation: str, rehearsal: bool
+) -> tuple[ModelShape, str, int, float, int]:
     """Return the shape, the implementation, the number and minimum seconds of readings, and the rows per group."""
     if rehearsal:
         return REHEARSAL_SHAPE, "xla", 1, 1e-4, 8

@@ -92,6 +92,7 @@ class Miniature:
             "JAX_NUM_PROCESSES": str(self.size),
             "JAX_PROCESS_ID": str(rank),
             "JAX_PLATFORMS": "cpu",
+            "NPROC": "1",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         }
 

@@ -172,11 +172,8 @@ def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
 
 def _priced(costs: Costs, run: CostModel) -> str:
     passes = f"{costs.updates} update{'s' * (costs.updates > 1)} per batch{', recompute' * costs.recompute}"
-    exchange = f"{run.between} exchange" + f" between nodes, {run.inside} inside" * (
-        run.path == "hierarchical"
-    )
     sequences = f"{run.sequences} sequences, {costs.tokens_per_rank:g} tokens per rank"
-    return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {sequences}"
+    return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {run.exchange} exchange, {sequences}"
 
 
 def _settings(options: Compare, trace: Trace) -> dict[str, object]:

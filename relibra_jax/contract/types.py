@@ -265,6 +265,8 @@ class Price:
     """The same for one replica that is sent to another node."""
     gather: Float[Array, ""] | float = 0.0
     """One row of a buffer of an exchange, written once and read once."""
+    choice: Float[Array, ""] | float = 0.0
+    """The choice of a fitted exchange's length at one hop of a layer, in all passes of a micro-batch."""
     head: Float[Array, ""] | float = 0.0
     """The output head, for one position of a rank's sequences and one layer's share of it."""
     update: Float[Array, ""] | float = 0.0
@@ -276,10 +278,8 @@ class Price:
     """The number of rows for which one counted row stands, because buffer sizes are rounded up to whole rows."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
-    between: str = field(default="ragged", metadata={"static": True})
-    """The exchange between nodes, and of flat dispatch: ``padded``, ``fitted`` or ``ragged``."""
-    inside: str = field(default="ragged", metadata={"static": True})
-    """The exchange inside nodes under hierarchical dispatch."""
+    exchange: str = field(default="ragged", metadata={"static": True})
+    """The exchange of tokens: ``padded``, ``fitted`` or ``ragged``."""
     fetches: str = field(default="ragged", metadata={"static": True})
     """The exchange of replicas."""
     sequences: str = field(default="packed", metadata={"static": True})

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from relibra_jax.contract.types import Price, Topology
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.routing.exchange_rules import AUTO, PATHS, REPLICA_FETCH, choose_exchange, choose_path
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 COMPUTE_BYTES: Final = 2
@@ -69,8 +69,8 @@ class CostModel:
     >>> cost_model = CostModel(cluster=CLUSTERS["h100"], model=MODELS["gpt-oss-20b"])
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=32, replica_slots=2)
     >>> times = cost_model.price(topology)
-    >>> times.between, times.inside, f"{times.crossing / times.spread:.0f} {times.push / times.crossing:.0f}"
-    ('padded', 'ragged', '9 6480')
+    >>> times.exchange, f"{times.crossing / times.spread:.0f} {times.push / times.crossing:.0f}"
+    ('fitted', '9 6480')
     """
 
     cluster: Cluster
@@ -80,13 +80,10 @@ class CostModel:
     path: str = AUTO
     """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
     for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
-    between: str = AUTO
-    """The exchange between nodes, and of the flat path: ``padded``, ``fitted``, ``ragged``, or ``auto`` for the rule of
-    `relibra_jax.routing.exchange_rules.choose_exchange` on GPUs."""
-    inside: str = AUTO
-    """The exchange inside nodes, likewise."""
+    exchange: str = AUTO
+    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run."""
     fetch: str = AUTO
-    """The exchange of replicas: ``padded``, ``ragged`` or ``auto``."""
+    """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -122,8 +119,7 @@ class CostModel:
         kinds = (*fetches, "fitted")
         for name, names in (
             ("path", (AUTO, *PATHS)),
-            ("between", kinds),
-            ("inside", kinds),
+            ("exchange", kinds),
             ("fetch", fetches),
             ("sequences", (AUTO, *SEQUENCES)),
         ):
@@ -146,11 +142,12 @@ class CostModel:
                 f" num_experts={topology.num_experts}"
             )
         path = choose_path(topology.num_nodes, self.model.top_k) if self.path == AUTO else self.path
-        nodes, local = topology.num_nodes, topology.ranks_per_node
-        in_node = choose_exchange(local, crosses_nodes=False, on_gpu=True)
-        ranks = topology.num_ranks if path == "flat" else nodes
-        across = choose_exchange(ranks, crosses_nodes=nodes > 1, on_gpu=True)
-        kinds = {"path": path, "between": across, "inside": in_node, "fetch": in_node, "sequences": "packed"}
+        kinds = {
+            "path": path,
+            "exchange": choose_exchange(on_gpu=True),
+            "fetch": REPLICA_FETCH,
+            "sequences": "packed",
+        }
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
         return dataclasses.replace(self, **chosen)
 
@@ -205,13 +202,13 @@ class CostModel:
             move=move,
             push=updates * resident * expert / slow,
             push_inside=updates * resident * expert / fast,
+            choice=passes.exchange * cluster.choice_seconds,
             head=self.scale * passes.compute * head / flops,
             update=updates * (reduce + stepped * owned / memory),
             tile=cluster.tile / self.scale,
             scale=float(self.scale),
             hierarchical=run.path == "hierarchical",
-            between=run.between,
-            inside=run.inside,
+            exchange=run.exchange,
             fetches=run.fetch,
             sequences=run.sequences,
             shared_link=cluster.shared_link,
@@ -223,9 +220,10 @@ class CostModel:
 def _check_numbers(cluster: Cluster, model: Model) -> None:
     """Raise ValueError if a speed is not positive and finite, or a size is negative or, where there must be one, 0."""
     for field in dataclasses.fields(cluster):
-        if field.type is float:
+        if field.type is float and field.default is dataclasses.MISSING:
             check_positive(f"cluster.{field.name}", getattr(cluster, field.name))
-    check_not_negative("cluster.tile", float(cluster.tile))
+    for name in ("tile", "choice_seconds"):
+        check_not_negative(f"cluster.{name}", float(getattr(cluster, name)))
     for name in ("moe_layers", "num_experts", "top_k", "width", "expert_width"):
         check_integer(f"model.{name}", getattr(model, name), least=1)
     for name in ("shared_width", "attention_params", "attention_width", "vocabulary"):

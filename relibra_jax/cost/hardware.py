@@ -32,6 +32,9 @@ class Cluster:
     """The share of the memory bandwidth that reads reach (assumed)."""
     tile: int
     """The rows of one tile of a grouped product. The rows of a slot cost as much as the full tiles that hold them."""
+    choice_seconds: float = 0.0
+    """The seconds for which a device waits where the host must read a choice from it, such as the length of a fitted
+    exchange."""
     node_ranks: int = 8
     """The largest number of ranks that the fast network connects into one node: 8 GPUs in DGX and HGX nodes (NVIDIA
     data sheets)."""
@@ -39,7 +42,8 @@ class Cluster:
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
 # NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
-# 128 rows are what Hopper's warp-group products are built from (two 64-row groups).
+# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). A choice took 19 to 47 microseconds
+# on an H200 (`experiments.gpu_day.branches`, 2026-11-26).
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,
@@ -51,6 +55,7 @@ _H100 = Cluster(
     network_efficiency=0.8,
     memory_efficiency=0.8,
     tile=128,
+    choice_seconds=40e-6,
 )
 
 CLUSTERS = {

@@ -7,7 +7,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
                cost as if every sample were as long as they are
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
-               hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once
+               hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
+               At each hop, a fitted exchange also costs ``choice``
     gather     rows of the exchange's buffers x ``gather``
     exposed    time to transfer replicas, less the attention that hides it
 
@@ -140,7 +141,10 @@ def rank_time(
     tile = jnp.asarray(cost.tile, jnp.float32)
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
     sent = count_sent(layer_plans, topology, cost, visits=visits)
-    between, inside = cost.crossing * sent.between, cost.spread * sent.inside
+    choice = cost.choice if cost.exchange == "fitted" else 0.0
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    between = cost.crossing * sent.between + choice * (nodes > 1)
+    inside = cost.spread * sent.inside + choice * (local > 1)
     if not cost.hierarchical:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled

@@ -178,14 +178,14 @@ def count_sent(
 def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable[[Array], jax.Array]) -> Sent:
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
-    if cost.between == "ragged":
+    if cost.exchange == "ragged":
         traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
         slow, fast = busier_way(traffic, shared_link=cost.shared_link)
         buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
     lanes = _flat_lanes(_count_pairs(plans, topology), topology)
     pair, own = room(lanes.between), room(lanes.own_between)
-    lane, buffers = _lane(cost.between, lanes.between, pair), 2 * (ranks * pair + own) + slots
+    lane, buffers = _lane(cost.exchange, lanes.between, pair), 2 * (ranks * pair + own) + slots
     return Sent(
         *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
     )
@@ -203,16 +203,16 @@ def _hierarchical_sent(
     traffic = _hierarchical_traffic(pairs, visits, topology)
     lanes = _hierarchical_lanes(pairs, visits, topology)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    if cost.between != "ragged":
+    if cost.exchange != "ragged":
         pair, own = room(lanes.between), room(lanes.own_between)
-        lane = _lane(cost.between, lanes.between, pair)
+        lane = _lane(cost.exchange, lanes.between, pair)
         slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * pair + own)
     else:
         received = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
         first = room(jnp.asarray(visits).sum(-1)) + room(received)
-    if cost.inside != "ragged":
+    if cost.exchange != "ragged":
         pair, own = room(lanes.inside), room(lanes.own_inside)
-        lane = _lane(cost.inside, lanes.inside, pair)
+        lane = _lane(cost.exchange, lanes.inside, pair)
         fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * pair + own)
     else:
         second = room(pairs.sum((2, 5))) + slots

@@ -14,7 +14,7 @@ from relibra_jax.cost.batch_time import BatchTime
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.memory import rank_memory
 from relibra_jax.evaluation.columns import Column, column
-from relibra_jax.evaluation.planned import PlannedBatch, cost_for
+from relibra_jax.evaluation.planned import PlannedBatch
 from relibra_jax.evaluation.prices import (
     Crossings,
     count_crossings,
@@ -198,7 +198,7 @@ class Outcome:
     @column()
     def share_as_needed(self) -> float:
         """Share if exchanges sent only the rows that are needed, without padding."""
-        needed = dataclasses.replace(self.cost_model, between="ragged", inside="ragged")
+        needed = dataclasses.replace(self.cost_model, exchange="ragged")
         return self.balanced_seconds / _mean_seconds(self._times_at(needed))
 
     @column()
@@ -232,10 +232,10 @@ class Outcome:
         """The modelled time of a perfectly balanced batch with uniform routing."""
         return _mean_seconds(self._balanced)
 
-    @functools.cached_property
+    @property
     def cost_model(self) -> CostModel:
-        """The cost model, with the exchange of replicas that runs by default for the planner."""
-        return cost_for(self.entry, self.setting)
+        """The cost model."""
+        return self.setting.cost_model
 
     @functools.cached_property
     def visits(self) -> list[Int[jax.Array, "M L P N"] | None]:

@@ -21,7 +21,6 @@ from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
-from relibra_jax.routing.exchange_rules import AUTO, choose_exchange
 from relibra_jax.support.limits import check_memory
 
 
@@ -71,7 +70,7 @@ def plan_in_turn(
         ValueError: if the planner rejects its input, a plan is not valid, or a plan does not fit this machine's memory.
     """
     batches, topology, planner = setting.batches, setting.topology, entry.planner
-    cost = cost_for(entry, setting).price(topology)
+    cost = setting.cost_model.price(topology)
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
     planner_key, key = jax.random.split(jax.random.key(setting.seed))
@@ -96,20 +95,6 @@ def plan_in_turn(
             planned.append(PlannedBatch(replay, batch_plan, home, load_error))
         home = batch_plan.plan.home
     return planned, _time_runs(plan, timed_runs)
-
-
-def cost_for(entry: PlannerEntry, setting: Setting) -> CostModel:
-    """Return the cost model with the exchange of replicas that runs by default for a planner.
-
-    Args:
-        entry: the planner. If it puts replicas on any node, they are fetched from all ranks.
-        setting: the ranks, and the cost model.
-    """
-    cost_model, topology = setting.cost_model, setting.topology
-    if not entry.across_nodes or cost_model.fetch != AUTO:
-        return cost_model
-    fetch = choose_exchange(topology.num_ranks, crosses_nodes=topology.num_nodes > 1, on_gpu=True)
-    return dataclasses.replace(cost_model, fetch=fetch)
 
 
 def _plan(

@@ -13,7 +13,7 @@ do not sort, because the counts alone determine the rows of their buffers.
 Everything here runs on one rank, inside shard_map.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,18 +57,22 @@ class NodeDispatch(NamedTuple):
 
 
 def send_tokens(
-    x: Float[jax.Array, "t *D"], tables: Dispatch, exchange: Exchange
-) -> Float[jax.Array, "rows *D"]:
-    """Send tokens to experts; return one row for every copy that this rank computes, grouped by slot, then zeros."""
-    return _arrange(send(gather_rows(x, _sent_tokens(tables), tables.place), tables.lanes, exchange), tables)
+    x: Float[jax.Array, "t *D"], gates: Float[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
+) -> tuple[Float[jax.Array, "rows *D"], Float[jax.Array, " rows"]]:
+    """Send tokens and gates to experts; return a row and a gate for every copy of this rank, grouped by slot, then 0s.
+
+    Rows and gates go in one exchange.
+    """
+    rows = gather_rows(x, _sent_tokens(tables), tables.place), _sent_copies(gates, tables)
+    row, gate = send(rows, tables.lanes, exchange)
+    return _arrange(row, tables), _arrange(gate, tables)
 
 
 def send_copies(
     values: Num[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
 ) -> Num[jax.Array, " rows"]:
-    """Send one value per token copy, such as its gate, and return the values in the row order of `send_tokens`."""
-    places = tables.place.reshape(-1, 1)
-    return _arrange(send(gather_rows(values.ravel(), tables.copy, places), tables.lanes, exchange), tables)
+    """Send one value per token copy, and return the values in the row order of `send_tokens`."""
+    return _arrange(send(_sent_copies(values, tables), tables.lanes, exchange), tables)
 
 
 def combine(
@@ -80,9 +84,16 @@ def combine(
         return combine_rows(send_back(rows, tables.lanes, exchange), _sent_tokens(tables), tables.place)
 
 
-def cross(values: Num[jax.Array, "t *d"], tables: NodeDispatch, between: Exchange) -> jax.Array:
-    """Run the first hop: send the values of each token once to every node that serves it. Unused rows are zero."""
-    return send(gather_rows(values, tables.token, tables.place), tables.lanes, between)
+def cross[Values: Any](values: Values, tables: NodeDispatch, between: Exchange) -> Values:
+    """Run the first hop: send the values of each token once to every node that serves it. Unused rows are zero.
+
+    Args:
+        values: ``[t, ...]``, or a tree of such arrays, which go in one exchange.
+        tables: the tables of this rank.
+        between: the exchange between nodes.
+    """
+    rows = jax.tree.map(lambda each: gather_rows(each, tables.token, tables.place), values)
+    return send(rows, tables.lanes, between)
 
 
 def cross_back(
@@ -183,6 +194,11 @@ def make_node_dispatch(
 def _sent_tokens(tables: Dispatch):
     """Return the token in each row of the send buffer; EMPTY for none."""
     return jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
+
+
+def _sent_copies(values, tables: Dispatch):
+    """Return the value of the token copy in each row of the send buffer."""
+    return gather_rows(values.ravel(), tables.copy, tables.place.reshape(-1, 1))
 
 
 def _arrange(arrived, tables: Dispatch):

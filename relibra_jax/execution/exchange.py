@@ -7,9 +7,8 @@ sends no sizes. There are four kinds:
   as long as the longest. The rows that a rank keeps are after its lanes, so that they make no lane longer.
 - ``fitted``: the same buffers, of which each exchange sends as much as its longest lane needs, in eighths. All
   ranks know that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
-- ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. It is unproven: it
-  compiles for H100 and tests cover its index logic through ``emulated``, but its results on hardware have not been
-  checked.
+- ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
+  is unproven. Tests cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.
 
 The transpose of sending rows is defined as sending cotangents back, so gradients do not depend on JAX's transpose of a
@@ -18,7 +17,7 @@ collective.
 
 import functools
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,8 @@ from relibra_jax.routing.sizes import LANE_LENGTHS, ExchangeSizes
 IN_LANES: Final = ("padded", "fitted")
 """The kinds whose buffers have a lane of equal length for every rank."""
 KINDS: Final = (*IN_LANES, "ragged", "emulated")
+PIECES: Final = 32
+"""The number of pieces in which a ragged exchange sends a lane."""
 
 
 class Lanes(NamedTuple):
@@ -143,11 +144,12 @@ class Exchange:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
+def send[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
     """Send the rows of each lane to the lane's rank.
 
     Args:
-        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane.
+        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane; or a tree of such arrays, which
+            go together.
         lanes: this rank's lanes.
         exchange: the ranks, the kind and the buffer sizes of the exchange.
 
@@ -158,7 +160,7 @@ def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send_back(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
+def send_back[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
     """Send rows back, ``[receive_rows, ...]`` to ``[send_rows, ...]``: the reverse of `send`, and its transpose."""
     return _move(rows, lanes.back(), exchange, exchange.send_rows)
 
@@ -194,21 +196,50 @@ def _swap_fitted(exchange: Exchange, length: int, rows: jax.Array) -> jax.Array:
     return jnp.concatenate([whole.reshape(lanes.shape), kept_rows])
 
 
-def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
-    axes = exchange.axes
-    if exchange.kind == "padded":
-        return swap_lanes(rows, axes, exchange.ranks, exchange.sizes.pair)
+def _move(rows: Any, lanes: Lanes, exchange: Exchange, receive_rows: int) -> Any:
     if exchange.kind == "fitted":
         ways = [functools.partial(_swap_fitted, exchange, length) for length in exchange.lengths]
-        return jax.lax.switch(lanes.length, ways, rows)
-    if exchange.kind == "emulated":
-        all_rows = jax.lax.all_gather(rows, axes, tiled=True)
-        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
-        index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
-        return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
+        # One choice for all arrays: on a GPU, the host waits for it.
+        return jax.lax.switch(lanes.length, [functools.partial(jax.tree.map, way) for way in ways], rows)
+    move = {"padded": _move_padded, "emulated": _move_emulated, "ragged": _move_ragged}[exchange.kind]
+    return jax.tree.map(lambda each: move(each, lanes, exchange, receive_rows), rows)
+
+
+def _move_padded(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
+    return swap_lanes(rows, exchange.axes, exchange.ranks, exchange.sizes.pair)
+
+
+def _move_emulated(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
+    all_rows = jax.lax.all_gather(rows, exchange.axes, tiled=True)
+    source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
+    index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
+    return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+def _move_ragged(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     # These zeros depend on the rows, because a constant would occupy its buffer during the whole program.
     zero = jnp.where(lanes.sent[0] < 0, rows[(0,) * rows.ndim], 0)
     zeros = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
+    send_start, sent = cut_lanes(lanes.send_start, lanes.sent)
+    peer_receive_start, _ = cut_lanes(lanes.peer_receive_start, lanes.sent)
+    _, received = cut_lanes(lanes.receive_start, lanes.received)
     return jax.lax.ragged_all_to_all(
-        rows, zeros, lanes.send_start, lanes.sent, lanes.peer_receive_start, lanes.received, axis_name=axes
+        rows, zeros, send_start, sent, peer_receive_start, received, axis_name=exchange.axes
     )
+
+
+def cut_lanes(
+    start: Int[jax.Array, " P"], count: Int[jax.Array, " P"], pieces: int = PIECES
+) -> tuple[Int[jax.Array, " pieces"], Int[jax.Array, " pieces"]]:
+    """Cut each lane into equal pieces, of which the last may be shorter or empty; return their starts and counts.
+
+    XLA's kernel for GPUs copies each piece with one thread block.
+
+    >>> starts, counts = cut_lanes(jnp.array([0, 100]), jnp.array([64, 33]))
+    >>> starts[:3].tolist(), counts[:3].tolist(), counts[PIECES:][15:18].tolist()
+    ([0, 2, 4], [2, 2, 2], [2, 1, 0])
+    """
+    piece = -(-count[:, None] // pieces)
+    begin = jnp.minimum(jnp.arange(pieces, dtype=count.dtype)[None] * piece, count[:, None])
+    cut = start[:, None].astype(count.dtype) + begin, jnp.minimum(piece, count[:, None] - begin)
+    return cut[0].ravel(), cut[1].ravel()

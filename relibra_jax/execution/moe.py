@@ -153,8 +153,8 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):
         if isinstance(dispatch, NodeDispatch):
-            tokens, scales = (cross(array, dispatch, exchanges[0]) for array in (tokens, scales))
-        rows, scale = send_tokens(tokens, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
+            tokens, scales = cross((tokens, scales), dispatch, exchanges[0])
+        rows, scale = send_tokens(tokens, scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
         group_sizes, row_scale = jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
         computed = expert_mlp(rows, weights, group_sizes, row_scale, implementation=parallel.implementation)

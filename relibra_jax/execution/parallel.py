@@ -17,7 +17,7 @@ from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
-from relibra_jax.routing.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.routing.exchange_rules import AUTO, PATHS, REPLICA_FETCH, choose_exchange, choose_path
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
 
@@ -26,10 +26,8 @@ class Kinds(NamedTuple):
 
     path: str
     """``flat`` or ``hierarchical``."""
-    between: str
-    """The exchange between nodes. On the flat path it is the exchange between all ranks."""
-    inside: str
-    """The exchange inside nodes. The flat path does not run it."""
+    exchange: str
+    """The exchange of tokens."""
     fetch: str
     """The fetch of replicas."""
 
@@ -58,11 +56,11 @@ class ExpertParallel:
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
-    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
-    one node, and padded otherwise. The layer prints the choice once."""
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded on CPUs. The
+    layer prints the choice once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` chooses as for ``exchange``, and
-    never chooses ``remote``, which raises an error if its kernel cannot run."""
+    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error if
+    its kernel cannot run."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
@@ -138,6 +136,11 @@ class ExpertParallel:
         """The mesh axes along which replicas may travel."""
         return RANKS if self.across_nodes else (LOCAL,)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks are GPUs."""
+        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
     def is_hierarchical(self, top_k: int) -> bool:
         """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
         if self.path != AUTO:
@@ -147,12 +150,10 @@ class ExpertParallel:
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
-        hierarchical = self.is_hierarchical(top_k)
         return Kinds(
-            path="hierarchical" if hierarchical else "flat",
-            between=self._kind(self.exchange, (NODE,) if hierarchical else RANKS),
-            inside=self._kind(self.exchange, (LOCAL,)),
-            fetch=self._kind(self.fetch, self.domain),
+            path="hierarchical" if self.is_hierarchical(top_k) else "flat",
+            exchange=choose_exchange(on_gpu=self.on_gpu) if self.exchange == AUTO else self.exchange,
+            fetch=REPLICA_FETCH if self.fetch == AUTO else self.fetch,
         )
 
     def token_exchanges(self, num_tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
@@ -163,11 +164,12 @@ class ExpertParallel:
             top_k: K, the number of experts of a token.
         """
         sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)
+        kind = self.kinds(top_k).exchange
         if not self.is_hierarchical(top_k):
-            return (self._exchange(self.exchange, RANKS, sizes.flat),), sizes.rows
+            return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
-        between = self._exchange(self.exchange, (NODE,), sizes.node)
-        return (between, self._exchange(self.exchange, (LOCAL,), sizes.local)), sizes.rows
+        between = self._exchange(kind, (NODE,), sizes.node)
+        return (between, self._exchange(kind, (LOCAL,), sizes.local)), sizes.rows
 
     def replica_exchange(self) -> tuple[Exchange, int]:
         """Return the exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
@@ -177,32 +179,24 @@ class ExpertParallel:
         if self.capacities is not None:
             replicas, experts = self.capacities.export_copies, self.capacities.exports
         sizes = ExchangeSizes(pair=slots, own=0, send=max(replicas, 1), receive=slots)
-        exchange = self._exchange(self.fetch, self.domain, sizes)
+        kind = REPLICA_FETCH if self.fetch == AUTO else self.fetch
+        exchange = self._exchange(kind, self.domain, sizes)
         return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
 
     def _exchange(self, kind: str, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
-        return Exchange(kind=self._kind(kind, axes), axes=axes, ranks=ranks, sizes=sizes)
-
-    def _kind(self, kind: str, axes: tuple[str, ...]) -> str:
-        if kind != AUTO:
-            return kind
-        ranks = math.prod(self.mesh.shape[axis] for axis in axes)
-        crosses_nodes = NODE in axes and self.topology.num_nodes > 1
-        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return choose_exchange(ranks, crosses_nodes=crosses_nodes, on_gpu=on_gpu)
+        return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
 
     def print_choices(self, top_k: int) -> None:
         """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
         if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
             return
         kinds = self.kinds(top_k)
-        tokens = f"flat, {kinds.between}"
-        if kinds.path == "hierarchical":
-            tokens = f"hierarchical, {kinds.between} between nodes and {kinds.inside} inside them"
         replicas = f"; replicas {kinds.fetch}" if self.topology.replica_slots else ""
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
-        _print_once(f"relibra_jax, {ranks} ranks on {platform}: tokens {tokens}{replicas}")
+        _print_once(
+            f"relibra_jax, {ranks} ranks on {platform}: tokens {kinds.path}, {kinds.exchange}{replicas}"
+        )
 
 
 @functools.cache

@@ -130,8 +130,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     kinds = parallel.kinds(cost.model.top_k)
     runs: dict[str, Any] = {
         "path": kinds.path,
-        "between": _priced(kinds.between),
-        "inside": _priced(kinds.inside),
+        "exchange": _priced(kinds.exchange),
         "fetch": _priced(kinds.fetch),
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),

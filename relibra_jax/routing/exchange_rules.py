@@ -1,4 +1,4 @@
-"""The rules by which ``auto`` chooses the path of tokens and the kind of their exchange.
+"""The rules by which ``auto`` chooses the path of tokens and the kinds of exchange.
 
 Layers run by these rules (`relibra_jax.execution.parallel`), and cost models price by them (`relibra_jax.cost`).
 """
@@ -8,25 +8,23 @@ from typing import Final
 AUTO: Final = "auto"
 """The value that lets the library choose what suits the mesh and the model."""
 PATHS: Final = ("flat", "hierarchical")
-MOST_RAGGED_RANKS: Final = 8
-"""The largest number of ranks for which XLA runs a ragged exchange on GPUs in one kernel.
-
-Beyond this number, hangs and slow paths have been reported.
-"""
+REPLICA_FETCH: Final = "padded"
+"""The fetch of replicas that ``auto`` chooses."""
 
 
-def choose_exchange(ranks: int, *, crosses_nodes: bool, on_gpu: bool) -> str:
-    """Choose the kind of an exchange: ragged between at most `MOST_RAGGED_RANKS` GPUs of one node, else padded.
+def choose_exchange(*, on_gpu: bool) -> str:
+    """Choose the exchange of tokens: fitted between GPUs, padded between CPU devices.
+
+    A fitted exchange is a collective inside a branch. XLA:CPU begins that collective after the copies of its branch. It
+    may begin another collective meanwhile, in an order that differs between processes, which gloo then aborts.
 
     Args:
-        ranks: the number of ranks that exchange rows.
-        crosses_nodes: whether some of them are in different nodes.
-        on_gpu: whether they are GPUs.
+        on_gpu: whether the ranks are GPUs.
 
-    >>> choose_exchange(8, crosses_nodes=False, on_gpu=True), choose_exchange(2, crosses_nodes=True, on_gpu=True)
-    ('ragged', 'padded')
+    >>> choose_exchange(on_gpu=True), choose_exchange(on_gpu=False)
+    ('fitted', 'padded')
     """
-    return "ragged" if on_gpu and not crosses_nodes and ranks <= MOST_RAGGED_RANKS else "padded"
+    return "fitted" if on_gpu else "padded"
 
 
 def choose_path(num_nodes: int, top_k: int) -> str:
