@@ -48,7 +48,7 @@ def check_close(name: str, result: Any, expected: Any) -> Difference:
                 f" {error.norm:.3g} of the norm and {error.entry:.3g} of the largest entry;"
                 f" the limits are {NORM_LIMIT} and {ENTRY_LIMIT}"
             )
-        largest = Difference(*(max(pair) for pair in zip(largest, map(float, error), strict=True)))
+        largest = Difference(max(largest.norm, float(error.norm)), max(largest.entry, float(error.entry)))
     return largest
 
 

@@ -9,6 +9,7 @@ This module exports the planning core, pure functions of arrays that need only j
 `relibra_jax.cost` models the time that plans take. `relibra_jax.contract.types` has the glossary.
 """
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from relibra_jax.contract.check import check_load, check_plan
@@ -65,7 +66,10 @@ from relibra_jax.rollout.ingest import replay_from_rollout
 from relibra_jax.routing.split import source_quota
 from relibra_jax.routing.visits import node_visits
 
-__version__ = _version("relibra-jax")
+try:
+    __version__ = _version("relibra-jax")
+except _PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+source"
 
 __all__ = [
     "BALANCE",

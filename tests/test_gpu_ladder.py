@@ -70,8 +70,9 @@ def test_run_ladder_runs_several_steps_at_the_same_time(tmp_path):
     outcomes = run_ladder([*steps, FAIL], record, seconds=300.0, workers=3)
     assert outcomes == {**{step.name: "passed" for step in steps}, "fail": "failed"}
     assert sum("number" in line for line in read_record(record.path)) == 8
-    with pytest.raises(ValueError, match="steps that need others run one after the other"):
-        run_ladder([COUNT._replace(needs=("fail",))], record, seconds=300.0, workers=2)
+    needy = COUNT._replace(name="needy", needs=("fail", "count 0"))
+    outcomes = run_ladder([FAIL, needy], record, seconds=300.0, workers=2)
+    assert outcomes == {"fail": "failed", "needy": "skipped: fail must pass first"}
 
 
 def test_run_ladder_leaves_no_process_of_a_step_behind(tmp_path):
@@ -101,7 +102,8 @@ def test_day_steps_each_fit_ten_minutes_and_speeds_wait_for_checks():
     for command in ("speed", "why"):
         plan, *rest = commands[command]
         assert plan.on_cpu
-        assert all(set(step.needs) == checks for step in rest)
+        own = [step for step in rest if step.name not in ("ragged exchange", "branches")]
+        assert all(set(step.needs) == checks for step in own)
     assert all(step.seconds <= 9.5 * 60 for steps in commands.values() for step in steps)
 
 

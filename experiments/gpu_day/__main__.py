@@ -26,6 +26,8 @@ MINUTES: Final = 9.5
 """The default time limit of a command, in minutes."""
 SMOKE_MINUTES: Final = 25.0
 """The default time limit of the smoke test, in minutes: several of its steps may hang."""
+CHECKS_AT_ONCE: Final = 4
+"""The number of checks that run at the same time. Most of their time is compilation. Measurements run alone."""
 RECORD: Final = Path("out/gpu_day/day.jsonl")
 """The default record."""
 
@@ -50,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report(read_record(options.record)))
         return 0
     minutes = options.minutes or (SMOKE_MINUTES if options.command == "smoke" else MINUTES)
-    outcomes = run_ladder(_steps(options), record, seconds=60 * minutes)
+    workers = CHECKS_AT_ONCE if options.command in ("smoke", "right") else 1
+    outcomes = run_ladder(_steps(options), record, seconds=60 * minutes, workers=workers)
     missing = [name for name, outcome in outcomes.items() if not outcome.startswith("passed")]
     if missing:
         print(f"not passed: {', '.join(missing)}; run the same command to try them again", file=sys.stderr)

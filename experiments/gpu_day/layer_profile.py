@@ -20,7 +20,9 @@ SCOPES: Final = ("prepare_layer", "replica_fetch", "dispatch", "experts", "combi
 
 
 def profile_layer(model: str, folder: str, implementation: str, *, rehearsal: bool = False) -> None:
-    """Profile the layer with gradients of the first rank of a plan, and print the time of each kernel. The profile is kept beside the plan.
+    """Profile the layer with gradients of the first rank of a plan, and print the time of each kernel.
+
+    The profile is kept beside the plan.
 
     Args:
         model: the name of the model, a key of `pallas_kernels.hopper.tile_sizes.MODELS`.

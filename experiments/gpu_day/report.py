@@ -1,5 +1,6 @@
 """The record as Markdown tables: checks, throughput and stragglers; cells of steps that have not run are blank."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -30,9 +31,8 @@ def report(lines: Lines) -> str:
         The tables, without rehearsals. Cells without a measurement are empty.
     """
     measured = [line for line in lines if not line["rehearsal"]]
-    return "\n".join(
-        [*_machine(measured), "", *_checks(measured), "", *_speeds(measured), "", *_stragglers(measured)]
-    )
+    parts = (_machine, _checks, _speeds, _baselines, _stragglers, _layer, _exchanges)
+    return "\n".join("\n".join([*part(measured), ""]) for part in parts).rstrip()
 
 
 def _facts(lines: Lines, step: str) -> list[Mapping[str, Any]]:
@@ -94,3 +94,42 @@ def _stragglers(lines: Lines) -> Iterator[str]:
     ):
         cells = [format(facts[planner][name], form) if planner in facts else "" for planner in PLANNERS]
         yield f"| {head} | {' | '.join(cells)} |"
+
+
+def _baselines(lines: Lines) -> Iterator[str]:
+    yield "TFLOP/s of all versions, for the same group sizes:"
+    for model, rows in SPEEDS:
+        facts = [
+            line
+            for line in _facts(lines, f"speed of {model}, {rows} rows")
+            if line.get("plan") == "relibra" and "teraflops" in line
+        ]
+        if facts:
+            yield from ("", f"| {model}, {rows:,} rows per group | {' | '.join(OPERATIONS)} |")
+            yield f"|---|{'---:|' * len(OPERATIONS)}"
+        rates = {(line["by"], line["operation"]): f"{line['teraflops']:.0f}" for line in facts}
+        for by in dict.fromkeys(by for by, _ in rates):
+            cells = [rates.get((by, operation), "") for operation in OPERATIONS]
+            yield f"| {by} | {' | '.join(cells)} |"
+
+
+def _layer(lines: Lines) -> Iterator[str]:
+    facts = [line["milliseconds"] for line in _facts(lines, "layer") if "milliseconds" in line]
+    yield "A layer on one GPU for the tokens of each rank of a plan, mean of the ranks:"
+    yield from ("", "| part | ms |", "|---|---:|")
+    for part in facts[0] if facts else ():
+        yield f"| {part} | {statistics.mean(each[part] for each in facts):.3f} |"
+
+
+def _exchanges(lines: Lines) -> Iterator[str]:
+    yield "XLA's ragged exchange on one GPU, by the number of pieces of a lane:"
+    yield from ("", "| pieces | GB/s |", "|---:|---:|")
+    for line in _facts(lines, "ragged exchange"):
+        if "pieces" in line:
+            yield f"| {line['pieces']} | {line['gigabytes_per_second']:.1f} |"
+    yield from ("", "A step of a scan whose copy is chosen by a branch, beside one without a branch:")
+    yield from ("", "| products in the step | microseconds | of them the branch |", "|---:|---:|---:|")
+    for line in _facts(lines, "branches"):
+        if "products" in line:
+            step, branch = line["microseconds"]["branch"], line["branch_microseconds"]
+            yield f"| {line['products']} | {step:.0f} | {branch:.0f} |"

@@ -27,6 +27,7 @@ SPEEDS: Final = (
 TUNED_MODEL: Final = "Qwen3-30B-A3B"
 """The model for which layer and stragglers are measured and tile sizes are tuned."""
 _CORRECTNESS: Final = "experiments.gpu_day.correctness"
+_PROFILE: Final = "experiments.gpu_day.layer_profile"
 _ENVIRONMENT: Final = Step("environment", f"{_CORRECTNESS}:describe_machine", seconds=90)
 _CHOSEN: Final = Step("self-check", f"{_CORRECTNESS}:check_chosen", seconds=300, needs=("environment",))
 
@@ -54,7 +55,7 @@ def hopper_checks() -> tuple[Step, ...]:
 def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
     """Return the steps that test a host with ``devices`` GPUs.
 
-    They check the kernels that ``implementation=None`` chooses, and then a layer with replicas over one, two and all
+    They check the kernels that ``implementation=None`` chooses and the guide's Flax loop, and then a layer with replicas over one, two and all
     GPUs, with each kind of exchange, against a dense layer. A rehearsal, on two host devices, has no ragged exchange.
     """
     counts = sorted({1, min(2, devices), devices})
@@ -69,7 +70,8 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
         for count in counts
         for exchange in (("padded",) if count == 1 or rehearsal else ("padded", "ragged", "remote"))
     )
-    return (_ENVIRONMENT, _CHOSEN, *layers)
+    loop = Step("Flax loop", "experiments.gpu_day.flax_step:train", (3,), 120, ("environment",))
+    return (_ENVIRONMENT, _CHOSEN, loop, *layers)
 
 
 def count_devices() -> int:
@@ -111,8 +113,11 @@ def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
     ranks = "experiments.gpu_day.ranks"
     why = (
         plan,
+        Step("ragged exchange", "experiments.gpu_day.ragged_pieces:measure_pieces", (), 40),
+        Step("branches", "experiments.gpu_day.branches:measure_branches", (), 45),
         Step("stragglers", f"{ranks}:measure_stragglers", (TUNED_MODEL, folder, "mosaic"), 150, needs),
         Step("layer", f"{ranks}:measure_layer", (TUNED_MODEL, folder, "mosaic"), 150, needs),
+        Step("layer profile", f"{_PROFILE}:profile_layer", (TUNED_MODEL, folder, "mosaic"), 50, needs),
         Step("tuning", "experiments.gpu_day.tuning:tune_model", (TUNED_MODEL, folder), 240, needs),
     )
     return {"right": right, "speed": speed, "why": why}

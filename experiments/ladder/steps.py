@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple
 
 from experiments.ladder.facts import facts_of
@@ -54,21 +54,19 @@ def run_ladder(
         steps: the steps, in order.
         record: the record of results.
         seconds: the time limit for all steps, in seconds. A step whose own limit exceeds the remaining time is skipped.
-        workers: the number of steps that run at the same time.
+        workers: the number of steps that run at the same time. A step waits for those that it needs.
         echo: whether to print the results of steps too, and not only how they end.
 
     Returns:
         The outcome of each step, as text: "passed", "failed", "hung", "passed before", or the reason why it was
         skipped.
-
-    Raises:
-        ValueError: if steps that need others are to run at the same time as others.
     """
-    if workers > 1 and any(step.needs for step in steps):
-        raise ValueError(f"steps that need others run one after the other, but there are {workers} workers")
     deadline, running = time.monotonic() + seconds, set[int]()
 
     def run(step: Step) -> str:
+        for name in step.needs:
+            if name in futures:  # an earlier step, so that a worker has it already
+                futures[name].result()
         passed, remaining = record.passed(), deadline - time.monotonic()
         missing = [name for name in step.needs if name not in passed]
         if step.name in passed:
@@ -82,8 +80,10 @@ def run_ladder(
         print(f"{step.name}: {outcome}", flush=True)
         return outcome
 
+    futures: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(workers) as pool:
-        futures = {step.name: pool.submit(run, step) for step in steps}
+        for step in steps:
+            futures[step.name] = pool.submit(run, step)
         try:
             return {name: future.result() for name, future in futures.items()}
         except BaseException:  # Ctrl-C: no process outlives the ladder

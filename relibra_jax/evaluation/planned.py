@@ -1,6 +1,5 @@
 """Runs of a planner over successive batches, as in training, with every plan checked and planning timed."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
 from relibra_jax.contract.planner import Transitions
 from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology
-from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.batch import Batch, count_for_planner

@@ -148,8 +148,8 @@ def send[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
     """Send the rows of each lane to the lane's rank.
 
     Args:
-        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane; or a tree of such arrays, which
-            go together.
+        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane; or a tree of such arrays,
+            which go together.
         lanes: this rank's lanes.
         exchange: the ranks, the kind and the buffer sizes of the exchange.
 
@@ -197,6 +197,8 @@ def _swap_fitted(exchange: Exchange, length: int, rows: jax.Array) -> jax.Array:
 
 
 def _move(rows: Any, lanes: Lanes, exchange: Exchange, receive_rows: int) -> Any:
+    if exchange.has_lanes and exchange.ranks == 1:
+        return rows
     if exchange.kind == "fitted":
         ways = [functools.partial(_swap_fitted, exchange, length) for length in exchange.lengths]
         # One choice for all arrays: on a GPU, the host waits for it.

@@ -56,11 +56,11 @@ class ExpertParallel:
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
-    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded on CPUs. The
-    layer prints the choice once."""
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded on CPUs.
+    The layer prints the choice once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error if
-    its kernel cannot run."""
+    """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
+    if its kernel cannot run."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
