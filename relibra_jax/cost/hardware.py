@@ -8,7 +8,8 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The speeds and the memory of a rank. Peaks are the vendor's; efficiencies are assumptions."""
+    """The speeds and the memory of a rank. Peaks are the vendor's; efficiencies are assumptions where they are not
+    measured."""
 
     matmul_flops: float
     """The peak of dense bfloat16 matrix products, FLOP/s."""
@@ -25,7 +26,8 @@ class Cluster:
     memory_bandwidth: float
     """The bytes/s at which a rank reads its memory."""
     matmul_efficiency: float
-    """The share of the peak that grouped and dense products reach (assumed)."""
+    """The share of the peak that grouped and dense products reach, where an MLP with gradients counts as nine products.
+    Measured for H100 and H200, else assumed."""
     network_efficiency: float
     """The share of the bandwidth that collectives reach (assumed)."""
     memory_efficiency: float
@@ -42,8 +44,9 @@ class Cluster:
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
 # NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
-# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). A choice took 19 to 47 microseconds
-# on an H200 (`experiments.gpu_day.branches`, 2026-11-26).
+# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an
+# H200, which computes as an H100 does (experiments/results/kernels/gpu.md, 2026-11-26): an MLP with gradients runs at 451
+# to 464 TFLOP/s, and a choice takes 19 to 52 microseconds.
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,
@@ -51,18 +54,18 @@ _H100 = Cluster(
     shared_link=False,
     memory=80e9,
     memory_bandwidth=3.35e12,
-    matmul_efficiency=0.6,
+    matmul_efficiency=0.47,
     network_efficiency=0.8,
     memory_efficiency=0.8,
     tile=128,
-    choice_seconds=40e-6,
+    choice_seconds=50e-6,
 )
 
 CLUSTERS = {
     "h100": _H100,
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
-    # 8 x 400 Gb/s InfiniBand for 8 GPUs.
-    "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12),
+    # 8 x 400 Gb/s InfiniBand for 8 GPUs. A copy on an H200 reads and writes 3.2 to 3.3 TB/s (measured, as above).
+    "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12, memory_efficiency=0.67),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16
     # with sparsity, half of them without, which is 2.5 PFLOP/s per GPU; 130 TB/s of NVLink together, 1.8 TB/s per GPU
     # in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX GB200 data sheet:
