@@ -53,7 +53,7 @@ def price(cost_model=FLAT, topology=TOPOLOGY, **changes):
 
 
 def padded(**changes):
-    return price(**{"between": "padded", "inside": "padded", "spare_room": False} | changes)
+    return price(**{"exchange": "padded", "spare_room": False} | changes)
 
 
 @pytest.fixture
@@ -111,18 +111,18 @@ def test_attention_time_of_padded_sequences_is_that_of_their_positions():
 
 
 def test_count_sent_is_equal_lanes_if_padded_and_what_is_needed_if_ragged(batch_plan):
-    """The longest of three lanes has 10 rows, which round up to 16; rank (0, 0) keeps 17, which round up to 24."""
+    """The longest of three lanes has 10 rows, which round up to 16; the fullest rank computes 17, which makes 24."""
     sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, padded())
     assert (np.asarray(sent.between) == 2 * 16).all(), "two ranks in the other node"
     assert (np.asarray(sent.inside) == 16).all()
-    assert (np.asarray(sent.buffers) == 2 * (4 * 16 + 24) + 24).all()
+    assert (np.asarray(sent.buffers) == 2 * 4 * 16 + 24).all()
     needed = count_sent(batch_plan.layer_plans(), TOPOLOGY, price(spare_room=False))
     np.testing.assert_array_equal(needed.between[0, 0], [[0, 10], [0, 10]])
     np.testing.assert_array_equal(needed.inside[0, 0], [[3, 3], [10, 10]])
     assert (np.asarray(needed.buffers) == 24 + 2 * 24).all(), "20 rows to send, and 17 to compute"
     time = batch_time(batch_plan, LENGTHS, TOPOLOGY, padded())
     assert float(time.exchange) == pytest.approx(32 * ACROSS)
-    assert float(time.gather) == pytest.approx((2 * 88 + 24) * 4 * 2 * 8 / 2000 / 0.5)
+    assert float(time.gather) == pytest.approx((2 * 64 + 24) * 4 * 2 * 8 / 2000 / 0.5)
 
 
 def test_count_sent_has_lanes_of_the_longest_layer_and_micro_batch():
@@ -155,14 +155,19 @@ def test_count_sent_has_the_buffers_of_the_exchanges(plans, path, kind, spare_ro
     """Lanes and buffers are as long as a step makes them from the sizes that it counts."""
     replay, batch_plan = a_batch(plans)
     visits = node_visits(replay, batch_plan, TOPOLOGY) if path == "hierarchical" else None
-    cost = price(path=path, between=kind, inside=kind, spare_room=spare_room)
+    cost = price(path=path, exchange=kind, spare_room=spare_room)
     sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, cost, visits=visits)
     sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     if spare_room:
         sizes = grow_capacities(None, sizes, round_up=with_spare_room)
     hops = [(4, sizes.flat)] if path == "flat" else [(2, sizes.node), (2, sizes.local)]
     exchanges = [Exchange(kind=kind, axes=(), ranks=ranks, sizes=hop) for ranks, hop in hops]
-    buffers = sum(hop.send_rows + hop.receive_rows for hop in exchanges) + sizes.rows
+    hops_rows = (
+        hop.send_rows + hop.receive_rows if kind == "ragged" else 2 * hop.ranks * hop.sizes.pair
+        for hop in exchanges
+    )
+    arrived = 0 if path == "flat" else sizes.node.receive
+    buffers = sum(hops_rows) + arrived + sizes.rows
     assert (np.asarray(sent.buffers) == buffers).all()
     if kind == "padded":
         lanes = [hop.sizes.pair for hop in exchanges]
@@ -194,7 +199,7 @@ def test_batch_time_hides_the_transfer_of_replicas_behind_attention(batch_plan):
 @pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["ragged", "padded"])
 def test_batch_time_with_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
     """A token that stands for 16 costs what 16 samples of the same length cost."""
-    cost_model = FLAT if cost.between == "ragged" else dataclasses.replace(FLAT, between="padded")
+    cost_model = FLAT if cost.exchange == "ragged" else dataclasses.replace(FLAT, exchange="padded")
     sample = np.repeat(batch_plan.assignment.sample, 16, axis=-1)
     big = BatchPlan(
         Assignment(sample), 16 * batch_plan.load, batch_plan.plan._replace(quota=16 * batch_plan.plan.quota)
@@ -607,21 +612,19 @@ def test_price_is_what_a_unit_takes():
 
 
 def test_cost_model_auto_is_what_runs_on_gpus():
-    """Between nodes and beyond 8 ranks exchanges are padded; the path is that of the rule of layers."""
+    """Exchanges are fitted, and replicas padded; the path is that of the rule of layers."""
     auto = CostModel(cluster=CLUSTER, model=MODEL)
 
     def chosen(nodes, local, **changes):
         topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=48, replica_slots=0)
         run = dataclasses.replace(auto, **changes).on(topology)
-        return run.path, run.between, run.inside, run.fetch, run.sequences
+        return run.path, run.exchange, run.fetch, run.sequences
 
-    assert chosen(2, 8) == ("hierarchical", "padded", "ragged", "ragged", "packed")
-    assert chosen(1, 8) == ("flat", "ragged", "ragged", "ragged", "packed")
-    assert chosen(1, 16) == ("flat", "padded", "padded", "padded", "packed")
-    assert chosen(2, 4, path="flat") == ("flat", "padded", "ragged", "ragged", "packed")
+    assert chosen(2, 8) == ("hierarchical", "fitted", "padded", "packed")
+    assert chosen(1, 8) == chosen(2, 4, path="flat") == ("flat", "fitted", "padded", "packed")
     one_expert = dataclasses.replace(MODEL, top_k=1)
-    assert chosen(2, 4, model=one_expert, sequences="padded")[::4] == ("flat", "padded")
-    assert chosen(2, 4, between="ragged", inside="padded")[1:3] == ("ragged", "padded")
+    assert chosen(2, 4, model=one_expert, sequences="padded")[::3] == ("flat", "padded")
+    assert chosen(2, 4, exchange="padded", fetch="ragged")[1:3] == ("padded", "ragged")
 
 
 @pytest.mark.parametrize(
@@ -662,7 +665,7 @@ def test_batch_time_rejects_bad_input(wrong, message):
         ({"data_parallel": 0}, "data_parallel=0 must be an integer of at least 1"),
         ({"shards": 0}, "shards=0 must be an integer of at least 1"),
         ({"path": "ring"}, "path='ring' must be one of auto, flat, hierarchical"),
-        ({"between": "even"}, "between='even' must be one of auto, padded, ragged"),
+        ({"exchange": "even"}, "exchange='even' must be one of auto, padded, ragged"),
         ({"sequences": "long"}, "sequences='long' must be one of auto, packed, padded"),
         (
             {"cluster": dataclasses.replace(CLUSTER, slow_bandwidth=0.0)},

@@ -129,7 +129,7 @@ def test_make_setting_makes_the_cost_model_of_the_settings(trace):
     assert model.model.width == MODELS["gpt-oss-20b"].width
     assert (model.cluster, model.shards) == (CLUSTERS["gb200-nvl72"], 3)
     run = model.on(TOPOLOGY)
-    assert (run.path, run.between, run.inside, run.fetch) == ("hierarchical", "padded", "padded", "ragged")
+    assert (run.path, run.exchange, run.fetch) == ("hierarchical", "padded", "padded")
     assert make_setting(trace, TOPOLOGY, cost=model).cost_model is model
 
 

@@ -189,8 +189,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         cluster=CLUSTERS["cpu-host"],
         model=SIZES,
         path="hierarchical",
-        between="padded",
-        inside="padded",
+        exchange="padded",
         fetch="padded",
         compute_bytes=4,
         sequences="padded",
@@ -212,10 +211,7 @@ def test_cluster_of_names_an_unknown_device_once(capsys, kind, name):
 def test_balancer_cost_is_of_what_runs():
     runs = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat"}
     cost = balancer_of(static(), runs=runs, cost=COST, sequences="packed").cost
-    assert (cost.path, cost.between, cost.inside, cost.fetch, cost.sequences) == (
-        *("flat", "ragged", "ragged", "ragged"),
-        "packed",
-    )
+    assert (cost.path, cost.exchange, cost.fetch, cost.sequences) == ("flat", "ragged", "ragged", "packed")
     topology = topology_of(1, 4)
     mesh = expert_mesh(topology, data=2)
     assert balancer_of(static(), topology, mesh, cost=COST).cost.data_parallel == 2
@@ -233,8 +229,7 @@ def test_balancer_for_balance_has_no_price():
     ("change", "message"),
     [
         ({"path": "flat"}, "path='flat', but the layers of this Balancer run path='hierarchical'"),
-        ({"between": "ragged"}, "between='ragged', but the layers of this Balancer run between='padded'"),
-        ({"inside": "ragged"}, "inside='ragged', but the layers of this Balancer run inside='padded'"),
+        ({"exchange": "ragged"}, "exchange='ragged', but the layers of this Balancer run exchange='padded'"),
         ({"fetch": "ragged"}, "fetch='ragged', but the layers of this Balancer run fetch='padded'"),
         (
             {"sequences": "packed"},

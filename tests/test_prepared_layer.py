@@ -96,9 +96,12 @@ def test_fitted_exchange_sends_the_lanes_of_the_price(path):
         routings()[..., None, :], layer_plans(plan, load), parallel
     ).token_tables.dispatch
     hops, _ = parallel.token_exchanges(TOKENS, TOP_K)
-    lanes = [dispatch.lanes] if path == "flat" else [dispatch.lanes, dispatch.inside.lanes]
-    sent = [np.array(hop.lengths)[np.asarray(each.length)] for hop, each in zip(hops, lanes, strict=True)]
-    cost = dataclasses.replace(NEEDED, path=path, between="fitted", inside="fitted", spare_room=False)
+    steps = [dispatch] if path == "flat" else [dispatch, dispatch.inside]
+    sent = [
+        np.array(hop.lengths)[np.asarray(each.hop.lanes.length)]
+        for hop, each in zip(hops, steps, strict=True)
+    ]
+    cost = dataclasses.replace(NEEDED, path=path, exchange="fitted", spare_room=False)
     visits = visits if path == "hierarchical" else None
     expected_sent = count_sent(layer_plans(plan, load), TOPOLOGY, cost.price(TOPOLOGY), visits=visits)
     nodes, local = GRID
@@ -178,11 +181,11 @@ def test_check_rows_counts_rows_in_other_slots(path):
         layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents[0])
         dispatch = layer.token_tables.dispatch
         flat = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
-        arrival = np.array(flat.arrival)
+        arrival = np.array(flat.hop.arrival)
         sizes, rank = np.asarray(flat.group_sizes), (0, 0)
         first, second = (int(sizes[rank][:slot].sum()) for slot in np.flatnonzero(sizes[rank])[:2])
         arrival[rank][[first, second]] = arrival[rank][[second, first]]
-        flat = flat._replace(arrival=jnp.asarray(arrival))
+        flat = flat._replace(hop=flat.hop._replace(arrival=jnp.asarray(arrival)))
         dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
         wrong = layer._replace(token_tables=layer.token_tables._replace(dispatch=dispatch))
         actual = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
@@ -218,10 +221,7 @@ def test_expert_parallel_prints_its_choices_once(capsys):
             routings()[0],
             layer_plans(plan, load).layer(0).layer(0),
         )
-    line = (
-        "relibra_jax, 2 x 4 ranks on cpu: tokens hierarchical, padded between nodes and padded inside them;"
-        " replicas padded\n"
-    )
+    line = "relibra_jax, 2 x 4 ranks on cpu: tokens hierarchical, padded; replicas padded\n"
     assert capsys.readouterr().err == line
 
 

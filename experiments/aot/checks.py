@@ -17,9 +17,14 @@ type Phase = Literal["fetch", "refetch", "return"]
 DEPTHS: Final = (2, 8)
 BUFFER: Final = TOPOLOGY.replica_slots * EXPERT * 2
 """The bytes of a replica buffer, which has the replicas of one rank and layer in bfloat16."""
-STACKS: Final[tuple[tuple[Way, bool], ...]] = (("auto", False), ("auto", True), ("padded", True))
+STACKS: Final[tuple[tuple[Way, bool], ...]] = (
+    ("auto", False),
+    ("auto", True),
+    ("padded", True),
+    ("ragged", True),
+)
 """The compiled stacks: exchange settings and whether they are scanned. Nobody unrolls padded stacks in practice."""
-EXCHANGES: Final[Mapping[Way, int]] = {"auto": 1, "padded": 2}
+EXCHANGES: Final[Mapping[Way, int]] = {"auto": 2, "padded": 2, "ragged": 1}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
 MOST_BUFFERS: Final = 3
 """The largest number of replica buffers: weights, the next layer's prefetch, and gradients."""

@@ -12,8 +12,8 @@
     return     the same in the other direction, in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
 
-In padded exchanges among P devices, 1/P of the data stays on the device. For ragged exchanges the whole buffers are
-counted, which is an upper bound.
+In padded exchanges among P devices, 1/P of the data stays on the device. Fitted exchanges send as much at most. For
+ragged exchanges the whole buffers are counted, which is an upper bound.
 """
 
 from experiments.aot.bytes import Axes, Content, Sent
@@ -44,14 +44,14 @@ def expected_sent(
         assert sizes.node is not None
         hops = [("node", nodes, sizes.node, model.top_k), ("local", local, sizes.local, 1)]
     for axes, ranks, rows, gates in hops:
-        ragged = parallel.exchange == "auto" and axes == "local"
+        ragged = parallel.exchange == "ragged"
         out, back = (rows.send, rows.receive) if ragged else ((ranks - 1) * rows.pair,) * 2
         total["tokens", axes] = runs * (3 * out + 2 * back) * model.width * 2
         total["gates", axes] = runs * (2 * out + back) * gates * 4
     matrices = 3 * model.width * model.expert_width
     if slots := topology.replica_slots:
         experts: float = 3 * (sizes.exports + slots) * (local - 1) / local
-        if parallel.fetch == "auto":
+        if parallel.fetch == "ragged":
             experts = 2 * sizes.export_copies + slots
         elif parallel.fetch == "remote":
             experts /= 3

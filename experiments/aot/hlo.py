@@ -50,8 +50,12 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The names of the computations that it runs."""
-        return tuple(name for group in _CALLED.findall(self.attributes) for name in _NAME.findall(group))
+        """The names of the computations that it runs; of several branches the last.
+
+        That is the branch with the longest lanes of a fitted exchange.
+        """
+        names = tuple(name for group in _CALLED.findall(self.attributes) for name in _NAME.findall(group))
+        return names[-1:] if self.opcode == "conditional" else names
 
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:

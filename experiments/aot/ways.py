@@ -10,9 +10,9 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
-type Way = Literal["auto", "padded", "hierarchical padded"]
-"""The exchange settings of a program. ``auto`` is what `ExpertParallel` chooses on 2 GPU nodes: hierarchical, padded
-between nodes, ragged inside, with the ragged replica fetch. ``padded`` is flat."""
+type Way = Literal["auto", "padded", "hierarchical padded", "ragged"]
+"""The exchange settings of a program. ``auto`` is what `ExpertParallel` chooses on 2 GPU nodes: hierarchical and
+fitted, with the padded replica fetch. ``padded`` is flat. ``ragged`` is hierarchical, and fetches replicas likewise."""
 
 MODEL: Final = Model()
 TOPOLOGY: Final = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -36,9 +36,9 @@ def parallel_of(
         mesh=h100_mesh(topology),
         topology=topology,
         capacities=capacities_of(topology, layers),
-        path="auto" if way == "auto" else "flat" if way == "padded" else "hierarchical",
-        exchange="auto" if way == "auto" else "padded",
-        fetch="auto" if way == "auto" else "padded",
+        path="flat" if way == "padded" else "hierarchical",
+        exchange=way.split()[-1],
+        fetch=way.split()[-1],
         implementation="mosaic",
     )
 

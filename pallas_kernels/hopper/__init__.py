@@ -5,9 +5,10 @@ rows. Both are built on `persistent_kernel`. `tile_sizes` chooses the sizes of t
 from the measurements of `autotune`. `multiprocessors.leave_multiprocessors` keeps some multiprocessors free for
 collectives.
 
-The kernels are tested in JAX's GPU interpreter, with race detection, and compiled for sm_90 without a device. On an H200
-they were right and as fast as `experiments/results/kernels/gpu.md` says. ``python -m experiments.gpu_day`` checks
-results before it measures times. ``implementation=None`` does not choose the kernels before they pass `pallas_kernels.self_check`.
+The kernels are tested in JAX's GPU interpreter, with race detection, and compiled for sm_90 without a device. On an
+H200 they were right, and as fast as `experiments/results/kernels/gpu.md` says. ``python -m experiments.gpu_day`` checks
+results before it measures times. ``implementation=None`` does not choose the kernels before they pass
+`pallas_kernels.self_check`.
 
 Ping-pong scheduling is not implemented: two warpgroups would alternate, one writing its own tile while the other
 multiplies. Two tiles of 64 rows load their matrices twice. By the model of `tile_sizes`, at 38 bytes per cycle, this

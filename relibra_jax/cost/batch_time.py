@@ -170,10 +170,12 @@ def balanced_time(
     else:
         away = copies * (1 - 1 / nodes)
     if cost.hierarchical:
-        near, held = copies * (1 - 1 / local), 2 * (tokens + away) + 3 * copies
+        near = copies * (1 - 1 / local)
+        held = 2 * away + (tokens + away) + 2 * near + copies
         exchange = cost.crossing * away + cost.spread * near
     else:
-        near, held = copies * (local - 1) / ranks, 3 * copies
+        near = copies * (local - 1) / ranks
+        held = 2 * (copies - copies / ranks) + copies
         exchange = jnp.maximum(cost.crossing * away, cost.spread * near)
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),

@@ -34,19 +34,6 @@ class Traffic(NamedTuple):
     """Received from other ranks of the node."""
 
 
-class LaneRows(NamedTuple):
-    """The most rows that one rank sends to one other rank, and the most that it keeps, by layer and micro-batch."""
-
-    between: Num[Array, "*stack"]
-    """To a rank of another node; under flat dispatch, to any other rank."""
-    inside: Num[Array, "*stack"]
-    """To another rank of the node, under hierarchical dispatch."""
-    own_between: Num[Array, "*stack"]
-    """The rows that a rank keeps in the first hop, or under flat dispatch."""
-    own_inside: Num[Array, "*stack"]
-    """The rows that a rank keeps in the hop inside the node."""
-
-
 class Sent(NamedTuple):
     """The rows that the exchanges of dispatch send as they run; combine sends as many back."""
 
@@ -55,7 +42,8 @@ class Sent(NamedTuple):
     inside: Float[Array, "*stack N G"]
     """Rows that a rank sends or receives inside its node, whichever is more."""
     buffers: Float[Array, "*stack N G"]
-    """Rows of all buffers that dispatch fills: send and receive buffers of its hops, and the rows of the slots."""
+    """Rows of all buffers that dispatch fills: what its hops send and receive, the tokens that arrive in the first of two
+    hops, and the rows of the slots."""
 
 
 def count_experts(
@@ -183,9 +171,9 @@ def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable
         slow, fast = busier_way(traffic, shared_link=cost.shared_link)
         buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
-    lanes = _flat_lanes(_count_pairs(plans, topology), topology)
-    pair, own = room(lanes.between), room(lanes.own_between)
-    lane, buffers = _lane(cost.exchange, lanes.between, pair), 2 * (ranks * pair + own) + slots
+    longest = _flat_lanes(_count_pairs(plans, topology), topology)
+    lane = _lane(cost.exchange, longest, room(longest))
+    buffers = 2 * ranks * lane + slots
     return Sent(
         *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
     )
@@ -201,22 +189,21 @@ def _hierarchical_sent(
     nodes, local = topology.num_nodes, topology.ranks_per_node
     slots, pairs = room(plans.quota.sum(-1)), _count_pairs(plans, topology)
     traffic = _hierarchical_traffic(pairs, visits, topology)
-    lanes = _hierarchical_lanes(pairs, visits, topology)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    if cost.exchange != "ragged":
-        pair, own = room(lanes.between), room(lanes.own_between)
-        lane = _lane(cost.exchange, lanes.between, pair)
-        slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * pair + own)
-    else:
-        received = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
-        first = room(jnp.asarray(visits).sum(-1)) + room(received)
-    if cost.exchange != "ragged":
-        pair, own = room(lanes.inside), room(lanes.own_inside)
-        lane = _lane(cost.exchange, lanes.inside, pair)
-        fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * pair + own)
-    else:
-        second = room(pairs.sum((2, 5))) + slots
-    return Sent(slow, fast, jnp.broadcast_to(first + second + slots, slow.shape))
+    arrived = room(jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2))
+    if cost.exchange == "ragged":
+        sent = room(jnp.asarray(visits).sum(-1)) + room(pairs.sum((2, 5)))
+        buffers = jnp.broadcast_to(sent + 2 * arrived + 2 * slots, slow.shape)
+        return Sent(slow, fast, buffers)
+    longest_lanes = _hierarchical_lanes(pairs, visits, topology)
+    across, inside = (_lane(cost.exchange, longest, room(longest)) for longest in longest_lanes)
+    buffers = 2 * nodes * across + arrived + 2 * local * inside + slots
+    return Sent(
+        *(
+            jnp.broadcast_to(each, slow.shape)
+            for each in ((nodes - 1) * across, (local - 1) * inside, buffers)
+        )
+    )
 
 
 def _lane(kind: str, longest: Num[Array, "M L"], pair: jax.Array) -> Float[jax.Array, "M L 1 1"]:
@@ -251,27 +238,23 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
     )
 
 
-def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> LaneRows:
+def _hierarchical_lanes(
+    pairs: Array, visits: Num[Array, "M L P N"], topology: Topology
+) -> tuple[Num[Array, "M L"], Num[Array, "M L"]]:
+    """Return the most rows that one rank sends to a rank of another node, and inside its node."""
     nodes, local = topology.num_nodes, topology.ranks_per_node
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
-    visits = jnp.asarray(visits)
+    between = jnp.where(stays, 0, jnp.asarray(visits)).max((2, 3))
     # A token crosses to the rank with the local index of its source: [local source, node, local].
-    through = pairs.sum(2)
     own = np.eye(local, dtype=bool)[None, None, :, None]
-    return LaneRows(
-        jnp.where(stays, 0, visits).max((2, 3)),
-        jnp.where(own, 0, through).max((2, 3, 4)),
-        jnp.where(stays, visits, 0).max((2, 3)),
-        jnp.where(own, through, 0).max((2, 3, 4)),
-    )
+    return between, jnp.where(own, 0, pairs.sum(2)).max((2, 3, 4))
 
 
-def _flat_lanes(pairs: Array, topology: Topology) -> LaneRows:
+def _flat_lanes(pairs: Array, topology: Topology) -> Num[Array, "M L"]:
+    """Return the most rows that one rank sends to another."""
     ranks = topology.num_ranks
     flat, own = pairs.reshape(*pairs.shape[:2], ranks, ranks), np.eye(ranks, dtype=bool)[None, None]
-    longest, kept = jnp.where(own, 0, flat).max((2, 3)), jnp.where(own, flat, 0).max((2, 3))
-    nothing = jnp.zeros_like(longest)
-    return LaneRows(longest, nothing, kept, nothing)
+    return jnp.where(own, 0, flat).max((2, 3))
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:

@@ -13,15 +13,16 @@ do not sort, because the counts alone determine the rows of their buffers.
 Everything here runs on one rank, inside shard_map.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.exchange import Exchange, Lanes, send, send_back
-from relibra_jax.execution.gather import combine_rows, gather_rows, inverse_index
+from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.gather import inverse_index
+from relibra_jax.execution.hop import Hop, Route, collect, deliver
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
 
@@ -33,12 +34,8 @@ class Dispatch(NamedTuple):
     """The token copy in each row of the send buffer, numbered ``token * K + k``; EMPTY for none."""
     place: Int[jax.Array, "*stack t K"]
     """The row of each copy in the send buffer; EMPTY for no copy."""
-    lanes: Lanes
-    """The rows for and from each rank."""
-    arrival: Int[jax.Array, "*stack rows"]
-    """The received row of each computed row, grouped by slot; EMPTY after the last one."""
-    computed: Int[jax.Array, "*stack receive"]
-    """The computed row of each received row; EMPTY for none."""
+    hop: Hop
+    """The tables of the exchange. It delivers the computed rows, grouped by slot."""
     group_sizes: Int[jax.Array, "*stack S"]
     """The number of rows of each slot."""
 
@@ -50,8 +47,9 @@ class NodeDispatch(NamedTuple):
     """The token in each row that crosses; EMPTY for none."""
     place: Int[jax.Array, "*stack t N"]
     """The row of each token in the send buffer for each node; EMPTY if it does not go there."""
-    lanes: Lanes
-    """The tokens for and from the rank with the same local index in each node."""
+    hop: Hop
+    """The tables of the exchange with the ranks of the same local index in each node. It delivers the tokens for this
+    node, grouped by the node that they come from."""
     inside: Dispatch
     """The tables for the copies of arrived tokens inside the node."""
 
@@ -59,20 +57,18 @@ class NodeDispatch(NamedTuple):
 def send_tokens(
     x: Float[jax.Array, "t *D"], gates: Float[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
 ) -> tuple[Float[jax.Array, "rows *D"], Float[jax.Array, " rows"]]:
-    """Send tokens and gates to experts; return a row and a gate for every copy of this rank, grouped by slot, then 0s.
-
-    Rows and gates go in one exchange.
-    """
-    rows = gather_rows(x, _sent_tokens(tables), tables.place), _sent_copies(gates, tables)
-    row, gate = send(rows, tables.lanes, exchange)
-    return _arrange(row, tables), _arrange(gate, tables)
+    """Send tokens and gates to experts; return one row and one gate for every copy that this rank computes, by slot."""
+    routes = _token_route(tables), _copy_route(tables)
+    row, gate = deliver(exchange, (x, gates.ravel()), routes, tables.hop)
+    return row, gate
 
 
 def send_copies(
     values: Num[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
 ) -> Num[jax.Array, " rows"]:
     """Send one value per token copy, and return the values in the row order of `send_tokens`."""
-    return _arrange(send(_sent_copies(values, tables), tables.lanes, exchange), tables)
+    (rows,) = deliver(exchange, (values.ravel(),), (_copy_route(tables),), tables.hop)
+    return rows
 
 
 def combine(
@@ -80,28 +76,26 @@ def combine(
 ) -> Float[jax.Array, "t D"]:
     """Send computed copies back to the ranks of their tokens, and sum them per token: the reverse of `send_tokens`."""
     with jax.named_scope("combine"):
-        rows = gather_rows(computed, tables.computed, tables.arrival[:, None])
-        return combine_rows(send_back(rows, tables.lanes, exchange), _sent_tokens(tables), tables.place)
+        (sums,) = collect(exchange, (computed,), (_token_route(tables),), tables.hop)
+        return sums
 
 
-def cross[Values: Any](values: Values, tables: NodeDispatch, between: Exchange) -> Values:
-    """Run the first hop: send the values of each token once to every node that serves it. Unused rows are zero.
+def cross(values: tuple[jax.Array, ...], tables: NodeDispatch, between: Exchange) -> tuple[jax.Array, ...]:
+    """Run the first hop: send the values ``[t, ...]`` of each token once to every node that serves it.
 
-    Args:
-        values: ``[t, ...]``, or a tree of such arrays, which go in one exchange.
-        tables: the tables of this rank.
-        between: the exchange between nodes.
+    Returns:
+        The values of the tokens that this rank serves as a stop, ``[arrived, ...]``, by node; then zeros.
     """
-    rows = jax.tree.map(lambda each: gather_rows(each, tables.token, tables.place), values)
-    return send(rows, tables.lanes, between)
+    return deliver(between, values, (Route(tables.token, tables.place),) * len(values), tables.hop)
 
 
 def cross_back(
-    sums: Float[jax.Array, "receive D"], tables: NodeDispatch, between: Exchange
+    sums: Float[jax.Array, "arrived D"], tables: NodeDispatch, between: Exchange
 ) -> Float[jax.Array, "t D"]:
     """Run the last hop: send every node's sum for a token back to the token's rank, and add the sums."""
     with jax.named_scope("combine"):
-        return combine_rows(send_back(sums, tables.lanes, between), tables.token, tables.place)
+        (out,) = collect(between, (sums,), (Route(tables.token, tables.place),), tables.hop)
+        return out
 
 
 def make_dispatch(
@@ -136,9 +130,7 @@ def make_dispatch(
     tables = Dispatch(
         copy=copy,
         place=inverse_index(copy, key.size).reshape(key.shape),
-        lanes=lanes,
-        arrival=arrival,
-        computed=inverse_index(arrival, exchange.receive_rows),
+        hop=Hop(lanes, arrival, inverse_index(arrival, exchange.receive_rows)),
         group_sizes=received.sum(0, dtype=sent.dtype),
     )
     return tables, _fits(exchange, counts, rows)
@@ -174,12 +166,14 @@ def make_node_dispatch(
     place = jnp.where(visit, lanes.send_start[None] + starts(visit.astype(jnp.int32), 0), EMPTY)
     source = inverse_index(place.ravel(), between.send_rows)
 
+    arrival = segment_rows(between.sizes.receive, starts(lanes.received), lanes.received, lanes.receive_start)
+    hop = Hop(lanes, arrival, inverse_index(arrival, between.receive_rows))
+
     # The slot of each copy inside its node, plus 1, so that the zeros in unused rows mean no copy.
-    inner = jnp.where(served, slot[:, None] % (local * slots) + 1, 0)
-    inner_rows = jnp.where(source == EMPTY, visit.size, source)
-    inner_rows = inner.reshape(-1, top_k).at[inner_rows].get(mode="fill", fill_value=0)
+    inner = jnp.where(served, slot[:, None] % (local * slots) + 1, 0).reshape(-1, top_k)
+    (arrived,) = deliver(between, (inner,), (Route(source, place.reshape(-1, 1)),), hop)
     spread, fits = make_dispatch(
-        send(inner_rows, lanes, between) - 1,
+        arrived - 1,
         jnp.arange(local * slots, dtype=jnp.int32).reshape(local, slots),
         sent[:, :, node].sum(0, dtype=sent.dtype),
         inside,
@@ -188,21 +182,18 @@ def make_node_dispatch(
     token = jnp.where(source == EMPTY, EMPTY, source // nodes)
     # If a buffer overflows on any node, rows from all nodes are affected, so the check covers every node.
     fits &= jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1), dtype=sent.dtype)).all()
-    return NodeDispatch(token, place, lanes, spread), fits & between.fits(counts)
+    return NodeDispatch(token, place, hop, spread), fits & between.fits(counts)
 
 
-def _sent_tokens(tables: Dispatch):
-    """Return the token in each row of the send buffer; EMPTY for none."""
-    return jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
+def _token_route(tables: Dispatch) -> Route:
+    """Return the route of tokens, of which a token takes as many rows as it has copies."""
+    token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
+    return Route(token, tables.place)
 
 
-def _sent_copies(values, tables: Dispatch):
-    """Return the value of the token copy in each row of the send buffer."""
-    return gather_rows(values.ravel(), tables.copy, tables.place.reshape(-1, 1))
-
-
-def _arrange(arrived, tables: Dispatch):
-    return gather_rows(arrived, tables.arrival, tables.computed[:, None])
+def _copy_route(tables: Dispatch) -> Route:
+    """Return the route of one value per token copy."""
+    return Route(tables.copy, tables.place.reshape(-1, 1))
 
 
 def _fits(exchange: Exchange, counts, rows: int):

@@ -4,9 +4,10 @@ Every rank knows beforehand how many rows it sends to and receives from each oth
 sends no sizes. There are four kinds:
 
 - ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
-  as long as the longest. The rows that a rank keeps are after its lanes, so that they make no lane longer.
-- ``fitted``: the same buffers, of which each exchange sends as much as its longest lane needs, in eighths. All
-  ranks know that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
+  as long as the longest of any layer and micro-batch. The rows that a rank keeps are after its lanes, so that they make
+  no lane longer.
+- ``fitted``: lanes as long as the longest of the layer and micro-batch, in eighths of a padded lane. All ranks know
+  that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
   is unproven. Tests cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.
@@ -17,7 +18,7 @@ collective.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,10 @@ class Exchange:
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Return whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
         if self.has_lanes:
-            return (self._longest(counts) <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
+            in_lanes = (self._longest(counts) <= self.sizes.pair) & (
+                counts.diagonal().max() <= self.sizes.own
+            )
+            return in_lanes & (counts.sum(0).max() <= self.sizes.receive)
         return (counts.sum(1).max() <= self.sizes.send) & (counts.sum(0).max() <= self.sizes.receive)
 
     def _longest(self, counts: Int[jax.Array, "P P"]) -> Int[jax.Array, ""]:
@@ -144,14 +148,13 @@ class Exchange:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
-    """Send the rows of each lane to the lane's rank.
+def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
+    """Send the rows of each lane to the lane's rank, in lanes that are as long as their rows.
 
     Args:
-        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane; or a tree of such arrays,
-            which go together.
+        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane.
         lanes: this rank's lanes.
-        exchange: the ranks, the kind and the buffer sizes of the exchange.
+        exchange: the ranks, the kind and the buffer sizes of the exchange, which is ragged or emulated.
 
     Returns:
         ``[receive_rows, ...]``, with the rows from each rank at the start of its lane and zeros elsewhere.
@@ -159,8 +162,7 @@ def send[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
     return _move(rows, lanes, exchange, exchange.receive_rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send_back[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
+def send_back(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
     """Send rows back, ``[receive_rows, ...]`` to ``[send_rows, ...]``: the reverse of `send`, and its transpose."""
     return _move(rows, lanes.back(), exchange, exchange.send_rows)
 
@@ -168,10 +170,6 @@ def send_back[Rows: Any](rows: Rows, lanes: Lanes, exchange: Exchange) -> Rows:
 send.defvjp(
     lambda rows, lanes, exchange: (send(rows, lanes, exchange), lanes),
     lambda exchange, lanes, cotangent: (send_back(cotangent, lanes, exchange), None),
-)
-send_back.defvjp(
-    lambda rows, lanes, exchange: (send_back(rows, lanes, exchange), lanes),
-    lambda exchange, lanes, cotangent: (send(cotangent, lanes, exchange), None),
 )
 
 
@@ -186,39 +184,12 @@ def swap_lanes(
     return jnp.concatenate([received_lanes, kept_rows])
 
 
-def _swap_fitted(exchange: Exchange, length: int, rows: jax.Array) -> jax.Array:
-    """Exchange the first ``length`` rows of each lane; the others become zero, and the rows after the lanes stay."""
-    ranks, pair = exchange.ranks, exchange.sizes.pair
-    lanes, kept_rows = jnp.split(rows, [ranks * pair])
-    sent = lanes.reshape(ranks, pair, *rows.shape[1:])[:, :length]
-    received = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True) if length else sent
-    whole = jnp.pad(received, [(0, 0), (0, pair - length), *[(0, 0)] * (rows.ndim - 1)])
-    return jnp.concatenate([whole.reshape(lanes.shape), kept_rows])
-
-
-def _move(rows: Any, lanes: Lanes, exchange: Exchange, receive_rows: int) -> Any:
-    if exchange.has_lanes and exchange.ranks == 1:
-        return rows
-    if exchange.kind == "fitted":
-        ways = [functools.partial(_swap_fitted, exchange, length) for length in exchange.lengths]
-        # One choice for all arrays: on a GPU, the host waits for it.
-        return jax.lax.switch(lanes.length, [functools.partial(jax.tree.map, way) for way in ways], rows)
-    move = {"padded": _move_padded, "emulated": _move_emulated, "ragged": _move_ragged}[exchange.kind]
-    return jax.tree.map(lambda each: move(each, lanes, exchange, receive_rows), rows)
-
-
-def _move_padded(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
-    return swap_lanes(rows, exchange.axes, exchange.ranks, exchange.sizes.pair)
-
-
-def _move_emulated(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
-    all_rows = jax.lax.all_gather(rows, exchange.axes, tiled=True)
-    source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
-    index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
-    return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
-
-
-def _move_ragged(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
+def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
+    if exchange.kind == "emulated":
+        all_rows = jax.lax.all_gather(rows, exchange.axes, tiled=True)
+        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
+        index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
+        return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
     # These zeros depend on the rows, because a constant would occupy its buffer during the whole program.
     zero = jnp.where(lanes.sent[0] < 0, rows[(0,) * rows.ndim], 0)
     zeros = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))

@@ -5,6 +5,9 @@ Rows move by a gather. The transpose is a gather too, by the inverse index, so t
 sums have a fixed order.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
@@ -34,7 +37,7 @@ def gather_rows(
         places: the result rows that copy each row, EMPTY for none: the inverse of ``source``.
     """
     del places
-    return _take(rows, source)
+    return take_rows(rows, source)
 
 
 @jax.custom_vjp
@@ -43,9 +46,7 @@ def combine_rows(
 ) -> Float[jax.Array, "t *d"]:
     """Sum the copies of each row, in the order of ``places``, in float32 or wider; the transpose of `gather_rows`."""
     del source
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    total = sum(_take(rows, places[:, copy]).astype(wide) for copy in range(places.shape[1]))
-    return jnp.asarray(total, rows.dtype)
+    return sum_picked(functools.partial(take_rows, rows), places)
 
 
 gather_rows.defvjp(
@@ -58,7 +59,15 @@ combine_rows.defvjp(
 )
 
 
-def _take(rows, index):
+def sum_picked(pick: Callable[[jax.Array], jax.Array], places: Int[jax.Array, "t c"]) -> jax.Array:
+    """Sum ``pick(places[:, 0])``, ``pick(places[:, 1])`` and so on, in float32 or wider; return it in their dtype."""
+    picked = [pick(places[:, copy]) for copy in range(places.shape[1])]
+    wide = jnp.promote_types(picked[0].dtype, jnp.float32)
+    return jnp.asarray(sum(rows.astype(wide) for rows in picked), picked[0].dtype)
+
+
+def take_rows(rows: Num[jax.Array, "t *d"], index: Int[jax.Array, " r"]) -> Num[jax.Array, "r *d"]:
+    """Gather the rows at ``index``; zero where it is EMPTY."""
     return rows.at[_outside(index, rows.shape[0])].get(mode="fill", fill_value=0)
 
 

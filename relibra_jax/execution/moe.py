@@ -173,7 +173,7 @@ def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
     number, flat = tables.expert_ids.astype(jnp.int32) + 1, _flat(tables.dispatch)
     if isinstance(tables.dispatch, NodeDispatch):
-        number = cross(number, tables.dispatch, exchanges[0])
+        (number,) = cross((number,), tables.dispatch, exchanges[0])
     number = send_copies(number, flat, exchanges[-1])
     slot, _ = segment_of_row(len(number), starts(flat.group_sizes), flat.group_sizes)
     arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)
