@@ -56,7 +56,8 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
     """Return the steps that test a host with ``devices`` GPUs.
 
     They check the kernels that ``implementation=None`` chooses and the guide's Flax loop, and then a layer with
-    replicas over one, two and all GPUs, with each kind of exchange, against a dense layer. A rehearsal, on two host devices, has no ragged exchange.
+    replicas over one, two and all GPUs, with each kind of exchange, against a dense layer. A rehearsal, on two host
+    devices, has no ragged exchange.
     """
     counts = sorted({1, min(2, devices), devices})
     layers = (

@@ -45,8 +45,8 @@ class Cluster:
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
 # NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
 # 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an H200, which computes
-# as an H100 does (experiments/results/kernels/gpu.md, 2026-11-26): an MLP with gradients runs at 451 to 464 TFLOP/s, and
-# a choice takes 19 to 52 microseconds.
+# as an H100 does (experiments/results/kernels/gpu.md, 2026-11-26): an MLP with gradients runs at 451 to 464 TFLOP/s,
+# and a choice takes 19 to 52 microseconds.
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,

@@ -42,8 +42,8 @@ class Sent(NamedTuple):
     inside: Float[Array, "*stack N G"]
     """Rows that a rank sends or receives inside its node, whichever is more."""
     buffers: Float[Array, "*stack N G"]
-    """Rows of all buffers that dispatch fills: what its hops send and receive, the tokens that arrive in the first of two
-    hops, and the rows of the slots."""
+    """Rows of all buffers that dispatch fills: what its hops send and receive, the tokens that arrive in the first of
+    two hops, and the rows of the slots."""
 
 
 def count_experts(
