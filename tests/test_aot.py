@@ -100,7 +100,7 @@ SOUND = {
     for case in stack_cases(*stack)
 }
 DEEP = Case(way="auto", scanned=True, layers=8)
-PADDED = replace(DEEP, way="padded")
+PADDED, RAGGED = (replace(DEEP, way=way) for way in ("padded", "ragged"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ PADDED = replace(DEEP, way="padded")
             {"moves": [*SOUND[DEEP].moves, Move("refetch", 8, True, 4, 4, 0)]},
             ["one replica fetch, refetch"],
         ),
-        (DEEP, {"moves": SOUND[DEEP].moves[:2]}, ["one replica fetch, refetch", "every return overlaps"]),
+        (DEEP, {"moves": SOUND[DEEP].moves[:-2]}, ["one replica fetch, refetch", "every return overlaps"]),
         (DEEP, {"moves": [one._replace(asynchronous=False) for one in SOUND[DEEP].moves]}, ["every "] * 3),
         (
             DEEP,
@@ -125,7 +125,7 @@ PADDED = replace(DEEP, way="padded")
         (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "its growth with depth"]),
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),
-        (PADDED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),
+        (RAGGED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),
         (PADDED, {"moves": [one._replace(attention=0) for one in SOUND[PADDED].moves]}, ["every "] * 2),
         (PADDED, {"temporary": 106 * BUFFER}, ["temporary memory", "its growth with depth"]),
     ],

@@ -55,11 +55,11 @@ def write_report(results: Results) -> str:
         "# Claims",
         "Published figures were measured by their authors, on other traces, models and clusters. The figures of"
         " relibra_jax are **modelled** for the routing that each table names, except in columns marked *measured*. The"
-        " model (relibra_jax/cost) states the source of every constant. It prices what layers run by default: padded"
-        " exchanges with spare room between nodes, ragged ones inside nodes, and hops one after the other. It hides no"
+        " model (relibra_jax/cost) states the source of every constant. It prices what layers run on GPUs by"
+        " default: fitted exchanges, whose buffers have spare room, and hops one after the other. It hides no"
         " transfer except that of replicas, behind attention, and takes planning to be hidden. The shapes of a model"
         " are its widths; the number of experts and top-k are the trace's, but memory is that of the model with its"
-        " own experts. Nothing here was run on a GPU.",
+        " own experts. No cluster of GPUs has run any of it.",
         BEYOND,
         "## Where relibra_jax is behind",
         _bullets(behind(results)) or "Nowhere in this run.",

@@ -79,7 +79,7 @@ def expert_time(copies: Number, slots: Number, devices: Number, serving: Serving
     >>> from relibra_jax.cost.models import MODELS
     >>> serving = Serving(model=MODELS["gpt-oss-20b"], attention=CLUSTERS["h100"], experts=CLUSTERS["h100"])
     >>> [f"{1e6 * float(expert_time(copies, 2.0, 1.0, serving)):.0f} us" for copies in (1.0, 400.0, 800.0)]
-    ['37 us', '37 us', '67 us']
+    ['37 us', '43 us', '86 us']
     """
     model = serving.model
     flops, read = _rates(serving.experts)
