@@ -121,7 +121,7 @@ PADDED, RAGGED = (replace(DEEP, way=way) for way in ("padded", "ragged"))
         ),
         (DEEP, {"moves": [one._replace(sent=10 * EXPERT) for one in SOUND[DEEP].moves]}, ["a rank sends"]),
         (DEEP, {"gathered": EXPERT}, ["no all-gather"]),
-        (DEEP, {"temporary": 103 * BUFFER + BUFFER // 3}, ["temporary memory"]),
+        (DEEP, {"temporary": 103 * BUFFER + BUFFER * 11 // 20}, ["temporary memory"]),
         (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "its growth with depth"]),
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),

@@ -26,8 +26,9 @@ STACKS: Final[tuple[tuple[Way, bool], ...]] = (
 """The compiled stacks: exchange settings and whether they are scanned. Nobody unrolls padded stacks in practice."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 2, "padded": 2, "ragged": 1}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
-MOST_BUFFERS: Final = 3
-"""The largest number of replica buffers: weights, the next layer's prefetch, and gradients."""
+MOST_BUFFERS: Final = 3.5
+"""The largest number of replica buffers: weights, the next layer's prefetch, and gradients; and gaps between buffers of
+other sizes, which differ between programs with and without replicas."""
 MOST_GROWTH: Final = 0.1
 """The largest growth in buffers per additional layer; a layer that kept its buffer would add 1."""
 
