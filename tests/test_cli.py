@@ -68,7 +68,7 @@ def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch
         "2 resident slots",
         " push ",
         " resid ",
-        "hierarchical dispatch, 2 updates per batch, recompute, padded exchange between nodes, ragged inside",
+        "hierarchical dispatch, 2 updates per batch, recompute, fitted exchange",
     ):
         assert words in shown
     static, relibra = json.loads((tmp_path / "compare.json").read_text())["planners"]

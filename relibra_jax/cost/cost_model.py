@@ -81,7 +81,8 @@ class CostModel:
     """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
     for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
     exchange: str = AUTO
-    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run."""
+    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run. Ragged is priced as
+    what is needed: rows that a rank keeps take no time, although a ragged exchange copies them."""
     fetch: str = AUTO
     """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
     compute_bytes: int | None = None

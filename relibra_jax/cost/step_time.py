@@ -29,7 +29,7 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Price, Topology
 from relibra_jax.cost.copies import fetch_time
-from relibra_jax.cost.traffic import count_sent
+from relibra_jax.cost.traffic import Sent, count_sent
 
 
 class RankTime(NamedTuple):
@@ -141,10 +141,7 @@ def rank_time(
     tile = jnp.asarray(cost.tile, jnp.float32)
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
     sent = count_sent(layer_plans, topology, cost, visits=visits)
-    choice = cost.choice if cost.exchange == "fitted" else 0.0
-    nodes, local = topology.num_nodes, topology.ranks_per_node
-    between = cost.crossing * sent.between + choice * (nodes > 1)
-    inside = cost.spread * sent.inside + choice * (local > 1)
+    between, inside = hop_times(sent, topology, cost)
     if not cost.hierarchical:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled
@@ -156,6 +153,22 @@ def rank_time(
         gather=cost.gather * sent.buffers,
         fetch=fetch_time(layer_plans, topology, cost),
     )
+
+
+def hop_times(
+    sent: Sent, topology: Topology, cost: Price
+) -> tuple[Float[jax.Array, "M L N G"], Float[jax.Array, "M L N G"]]:
+    """Return the seconds of dispatch and combine between nodes and inside them; flat dispatch is both at once.
+
+    Args:
+        sent: the rows that the exchanges send, from `relibra_jax.cost.traffic.count_sent`.
+        topology: the expert-parallel group.
+        cost: the price.
+    """
+    choice = cost.choice if cost.exchange == "fitted" else 0.0
+    between = cost.crossing * sent.between + choice * (topology.num_nodes > 1)
+    inside = cost.spread * sent.inside + choice * (topology.ranks_per_node > 1)
+    return jnp.asarray(between), jnp.asarray(inside)
 
 
 def layer_time(time: RankTime) -> LayerTime:

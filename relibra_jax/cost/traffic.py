@@ -169,7 +169,8 @@ def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable
     if cost.exchange == "ragged":
         traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
         slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-        buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
+        others = (traffic.slow_sent + traffic.fast_sent, traffic.slow_received + traffic.fast_received)
+        buffers = sum(map(room, others)) + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
     longest = _flat_lanes(_count_pairs(plans, topology), topology)
     lane = _lane(cost.exchange, longest, room(longest))
@@ -192,9 +193,8 @@ def _hierarchical_sent(
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     arrived = room(jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2))
     if cost.exchange == "ragged":
-        sent = room(jnp.asarray(visits).sum(-1)) + room(pairs.sum((2, 5)))
-        buffers = jnp.broadcast_to(sent + 2 * arrived + 2 * slots, slow.shape)
-        return Sent(slow, fast, buffers)
+        buffers = sum(map(room, traffic)) + arrived + slots
+        return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
     longest_lanes = _hierarchical_lanes(pairs, visits, topology)
     across, inside = (_lane(cost.exchange, longest, room(longest)) for longest in longest_lanes)
     buffers = 2 * nodes * across + arrived + 2 * local * inside + slots

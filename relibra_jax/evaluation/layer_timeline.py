@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from relibra_jax.contract.types import Array
-from relibra_jax.cost.step_time import attention_time, rank_time
+from relibra_jax.cost.step_time import attention_time, hop_times, rank_time
 from relibra_jax.cost.traffic import count_sent, count_traffic
 from relibra_jax.evaluation.outcome import Outcome
 
@@ -60,7 +60,8 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
         batch.batch_plan.assignment, batch.lengths, cost, sequence_length=batch.sequence_length
     )
     times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
-    rows = count_sent(layer_plans, topology, cost, visits=visits)
+    sent = count_sent(layer_plans, topology, cost, visits=visits)
+    between, inside = hop_times(sent, topology, cost)
     needed = count_traffic(layer_plans, topology, visits=visits).slow_sent
 
     def at_place(part: Array) -> np.ndarray:
@@ -74,8 +75,8 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
     return LayerTimeline(
         attention=1e3 * at_place(times.attention),
         experts=1e3 * at_place(times.compute)[:, None] * shares,
-        inside=1e3 / 2 * float(cost.spread) * at_place(rows.inside),
-        crossing=1e3 / 2 * float(cost.crossing) * at_place(rows.between),
+        inside=1e3 / 2 * at_place(inside),
+        crossing=1e3 / 2 * at_place(between),
         gather=1e3 / 2 * at_place(times.gather),
         transfer=1e3 * at_place(times.fetch),
         sent=cost_model.scale * at_place(needed),
