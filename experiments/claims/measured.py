@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from relibra_jax.routing.exchange_rules import AUTO
+
 WHOLE_UPDATES: Final = "updates on a miniature"
 """The beginning of ``Measurement.where`` for measurements of whole optimizer updates."""
 
@@ -63,5 +65,15 @@ def _miniature(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
     settings, names = kept["settings"], {"forced balanced": "balanced"}
     nodes, ranks = settings["grid"]
     where = f"{WHOLE_UPDATES} of {nodes}x{ranks} ranks, {settings['micro_batches']} micro-batches, {kept['trace']}"
-    rows = kept["rows"].items()
-    return [(where, {names.get(name, name.lower()): float(np.median(row["seconds"])) for name, row in rows})]
+    measurements = []
+    for exchange in settings["exchanges"]:
+        ending = "" if exchange == AUTO else f", {exchange}"
+        others = tuple(f", {other}" for other in settings["exchanges"] if other not in (AUTO, exchange))
+        seconds = {
+            name.removesuffix(ending): float(np.median(row["seconds"]))
+            for name, row in kept["rows"].items()
+            if name.endswith(ending) and not (others and name.endswith(others))
+        }
+        renamed = {names.get(name, name.lower()): value for name, value in seconds.items()}
+        measurements.append((where + (f", {exchange} exchange" if ending else ""), renamed))
+    return measurements

@@ -112,7 +112,9 @@ def compare(options: Compare) -> int:
     if status := _run(miniature, settings):
         return status
     report = json.loads(path.read_text()) | describe_machine() | {"links": dataclasses.asdict(miniature)}
-    report["trace"] = Path(options.trace).name if options.trace else "recorded"
+    # The results are the same in any folder.
+    del report["settings"]["out"]
+    report["settings"]["trace"] = report["trace"] = Path(options.trace).name if options.trace else "recorded"
     report["agreement"] = agreement(speeds(report["rows"]))._asdict()
     write_json(path, report)
     draw_speeds(path.with_suffix(".png"), report)
