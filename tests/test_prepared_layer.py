@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,19 @@ def test_prepared_layer_is_nan_for_other_ids():
     out = np.asarray(run_prepared(experts, layer, ids, GATES[0], parallel).output)
     assert np.isnan(out[6]).all()
     assert np.isfinite(np.delete(out, 6, 0)).all()
+
+
+@pytest.mark.parametrize(("path", "choices"), [("flat", 2), ("hierarchical", 4)])
+def test_fitted_exchange_chooses_a_length_once_at_each_hop(path, choices):
+    """Rows and gates go together: a GPU waits for the host at each choice."""
+    plan, load, experts, residents = a_batch()
+    parallel = parallel_of(path, exchange="fitted")
+    layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
+    layer = layer._replace(residents=residents[0])
+    program = str(
+        jax.make_jaxpr(run_prepared, static_argnums=4)(experts, layer, routings()[0], GATES[0], parallel)
+    )
+    assert len(re.findall(r"= cond\[", program)) == choices
 
 
 @pytest.mark.slow
