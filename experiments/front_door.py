@@ -4,9 +4,10 @@ The first table plans held-out samples of a trace through `relibra compare`'s ru
 which `Balancer.prepare` plans, with the same price, state and random key. All of them must give the same plan, bit for
 bit.
 The second table prices plans as their exchanges send them: only the rows that are needed, with the hops between and
-inside nodes at the same time or one after the other; lanes as long as the longest, as a padded exchange between nodes
-sends them; and with the spare room that buffers have by default. The ideal is always the balanced run whose exchange
-needs no padding. Homes were planned beforehand, on samples that come before those of the batch. All times are modelled.
+inside nodes at the same time or one after the other; lanes as long as the longest of the layer and micro-batch, as a
+fitted exchange sends them; and with the spare room that buffers have by default. The ideal is always the balanced run
+whose exchange needs no padding. Homes were planned beforehand, on samples that come before those of the batch. All
+times are modelled.
 """
 
 import dataclasses
@@ -168,7 +169,7 @@ PREPARE: Final = "Balancer.prepare"
 
 
 def share_without_spare_room(outcome: Outcome) -> float:
-    """Return the share of balanced if padded exchanges had no spare room."""
+    """Return the share of balanced if the buffers of exchanges had no spare room."""
     topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
     cost = dataclasses.replace(outcome.cost_model, spare_room=False).price(topology)
     return outcome.balanced_seconds / float(time_of_batch(batch, topology, cost, visits=visits).total)
@@ -229,7 +230,7 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
 def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
     """Return the second table and its numbers."""
     table = Table(title="the same plans as they are sent, share of balanced, %", title_justify="left")
-    for column in ("plan", "needed, hops at once", "hops in turn", "lanes as padded", "+ spare room"):
+    for column in ("plan", "needed, hops at once", "hops in turn", "fitted lanes", "+ spare room"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     rows = []
     for ranks, residents, assigned in PLANS:

@@ -146,7 +146,7 @@ def test_smoke_steps_fit_the_devices():
 
     assert layers(1) == [(1, "padded")]
     assert layers(2, rehearsal=True) == [(1, "padded"), (2, "padded")]
-    ways = ("padded", "ragged", "remote")
+    ways = ("fitted", "padded", "ragged", "remote")
     assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
 
 

@@ -5,9 +5,10 @@
 
 It compiles these programs:
 
-- stacks of layers that run the same plans in two ways: as `relibra_jax.execution.ExpertParallel` chooses on such nodes,
-  scanned and unrolled, and with padded exchanges of tokens and replicas. Each is compiled with R = 2 replica slots and
-  with none, with 2 and 8 layers, and with the Hopper kernels. The tables of prepared layers are arguments;
+- stacks of layers that run the same plans in three ways: as `relibra_jax.execution.ExpertParallel` chooses on such
+  nodes, scanned and unrolled, and with padded and with ragged exchanges of tokens and replicas. Each is compiled with
+  R = 2 replica slots and with none, with 2 and 8 layers, and with the Hopper kernels. The tables of prepared layers are
+  arguments;
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
 - layers on one node of 8 ranks whose replicas a kernel pulls;

@@ -23,7 +23,7 @@ STACKS: Final[tuple[tuple[Way, bool], ...]] = (
     ("padded", True),
     ("ragged", True),
 )
-"""The compiled stacks: exchange settings and whether they are scanned. Nobody unrolls padded stacks in practice."""
+"""The compiled stacks: exchange settings and whether they are scanned. Only the default is unrolled too."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 2, "padded": 2, "ragged": 1}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
 MOST_BUFFERS: Final = 3.5

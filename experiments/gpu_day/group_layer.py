@@ -31,8 +31,8 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool = False) -> None
 
     Args:
         devices: the number of devices.
-        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``; or ``remote``, with which a
-            kernel pulls the replicas and the tokens use the padded exchange.
+        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``; ``fitted``, with the padded
+            fetch; or ``remote``, with which a kernel pulls the replicas and the tokens use the padded exchange.
         rehearsal: whether to run on host devices at small sizes.
 
     Raises:
@@ -51,7 +51,7 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool = False) -> None
         topology=topology,
         capacities=batch.capacities,
         exchange="padded" if exchange == "remote" else exchange,
-        fetch=exchange,
+        fetch="padded" if exchange == "fitted" else exchange,
     )
     plan, ids = batch.batch_plan.micro_batch(0).layer(0), batch.expert_ids[0, 0]
     draw = np.random.default_rng(0)

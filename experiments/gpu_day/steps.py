@@ -69,7 +69,7 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
             ("environment",),
         )
         for count in counts
-        for exchange in (("padded",) if count == 1 or rehearsal else ("padded", "ragged", "remote"))
+        for exchange in (("padded",) if count == 1 or rehearsal else ("fitted", "padded", "ragged", "remote"))
     )
     loop = Step("Flax loop", "experiments.gpu_day.flax_step:train", (3,), 120, ("environment",))
     return (_ENVIRONMENT, _CHOSEN, loop, *layers)

@@ -150,7 +150,7 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
 def choose_tile_sizes(problem: Problem) -> TileSizes:
     """Return the best measured tile sizes for a problem, or the choice of the heuristic if there are none.
 
-    The heuristic never chooses clusters, because their speed and correctness have not been verified on a GPU yet.
+    The heuristic never chooses clusters, because their speed has not been measured yet.
 
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=2048, output_height=1024, groups=18))
     TileSizes(height=128, width=256, stages=4, cluster=1)

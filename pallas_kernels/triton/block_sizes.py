@@ -1,4 +1,4 @@
-"""The block sizes of the Triton kernels, by a heuristic on the shapes. They have not been measured on a GPU.
+"""The block sizes of the Triton kernels, by a heuristic on the shapes. Others have not been measured.
 
 A block of 128 x 128 accumulators takes half of the registers of four warps and computes 64 products per loaded byte.
 Matrix kernels for these GPUs commonly use this size. If the expected groups have fewer rows, blocks are lower, since

@@ -289,7 +289,7 @@ class Price:
     data_parallel: int = field(default=1, metadata={"static": True})
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
-    """Whether the buffers of padded exchanges have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
+    """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

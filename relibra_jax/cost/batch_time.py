@@ -165,13 +165,15 @@ def balanced_time(
     if visits is not None:
         stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
         away = jnp.where(stays, 0.0, jnp.asarray(visits, jnp.float32)).sum((2, 3)) / ranks
+        arrived = jnp.asarray(visits, jnp.float32).sum((2, 3)) / ranks
     elif cost.hierarchical:
         away = tokens * _uniform_visits(topology, top_k)
+        arrived = away * nodes / (nodes - 1) if nodes > 1 else tokens
     else:
         away = copies * (1 - 1 / nodes)
     if cost.hierarchical:
         near = copies * (1 - 1 / local)
-        held = 2 * away + (tokens + away) + 2 * near + copies
+        held = 2 * away + arrived + 2 * near + copies
         exchange = cost.crossing * away + cost.spread * near
     else:
         near = copies * (local - 1) / ranks

@@ -89,7 +89,7 @@ class CostModel:
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
     spare_room: bool = True
-    """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
+    """Whether buffers with lanes have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
     sequences: str = AUTO
     """``packed`` if sequences hold several samples, as with ``Balancer(sequences="packed")``. ``padded`` if every
     sample has a sequence of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs

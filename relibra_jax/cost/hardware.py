@@ -27,11 +27,11 @@ class Cluster:
     """The bytes/s at which a rank reads its memory."""
     matmul_efficiency: float
     """The share of the peak that grouped and dense products reach, where an MLP with gradients counts as nine products.
-    Measured for H100 and H200, else assumed."""
+    Measured on an H200 and taken for the H100, else assumed."""
     network_efficiency: float
     """The share of the bandwidth that collectives reach (assumed)."""
     memory_efficiency: float
-    """The share of the memory bandwidth that reads reach (assumed)."""
+    """The share of the memory bandwidth that reads reach. Measured for copies on an H200, else assumed."""
     tile: int
     """The rows of one tile of a grouped product. The rows of a slot cost as much as the full tiles that hold them."""
     choice_seconds: float = 0.0
@@ -69,8 +69,8 @@ CLUSTERS = {
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16
     # with sparsity, half of them without, which is 2.5 PFLOP/s per GPU; 130 TB/s of NVLink together, 1.8 TB/s per GPU
     # in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX GB200 data sheet:
-    # 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies are
-    # Hopper's.
+    # 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies and the
+    # time of a choice are Hopper's.
     "gb200-nvl72": dataclasses.replace(
         _H100,
         matmul_flops=2500e12,

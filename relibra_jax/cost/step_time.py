@@ -16,7 +16,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
 combine each run once per pass. A replica is sent in the forward pass, sent again in the backward pass, and its gradient
 is returned. The factors are those of LAER-MoE (ASPLOS'26: four exchanges, three passes of compute), and the transfers
 of replicas those of ReLibra (arXiv 2605.08639). Not counted are embeddings, launches, latencies, and forward passes
-that activation checkpointing repeats. All of it is a model: nothing here was measured on a cluster.
+that activation checkpointing repeats. Attention is taken to hide a whole padded fetch, of whose two exchanges XLA puts
+only the second beside it. All of it is a model: nothing here was measured on a cluster.
 
 `relibra_jax.cost.batch_time` models the time of a whole batch.
 """
@@ -158,7 +159,9 @@ def rank_time(
 def hop_times(
     sent: Sent, topology: Topology, cost: Price
 ) -> tuple[Float[jax.Array, "M L N G"], Float[jax.Array, "M L N G"]]:
-    """Return the seconds of dispatch and combine between nodes and inside them; flat dispatch is both at once.
+    """Return the seconds of dispatch and combine, ``[M, L, N, G]``, between nodes and inside them.
+
+    Flat dispatch is both at once, and takes the longer.
 
     Args:
         sent: the rows that the exchanges send, from `relibra_jax.cost.traffic.count_sent`.

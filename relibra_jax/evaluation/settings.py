@@ -92,7 +92,7 @@ class Costs:
     exchange: Literal["auto", "padded", "fitted", "ragged"] = "auto"
     """What an exchange sends: lanes as long as the longest of the batch (padded) or of the layer and micro-batch
     (fitted), or only needed rows (ragged).
-    By default what layers run on GPUs: padded between nodes, ragged inside nodes of at most 8 ranks."""
+    By default what layers run on GPUs: fitted."""
     sequence_layout: Literal["packed", "padded"] = "packed"
     """How samples lie in sequences: several in one (packed), or each in one of its own, as long as the longest."""
     updates: int = 1

@@ -99,7 +99,7 @@ class Exchange:
 
     @property
     def _padded_rows(self) -> int:
-        """The rows of a padded buffer: a lane for every rank, where a rank's own lane is empty, and the kept rows."""
+        """The places in lanes: a lane for every rank, of which a rank's own is empty, and the kept rows after them."""
         return self.ranks * self.sizes.pair + self.sizes.own
 
     def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
@@ -203,10 +203,18 @@ def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
 
 def cut_lanes(
     start: Int[jax.Array, " P"], count: Int[jax.Array, " P"], pieces: int = PIECES
-) -> tuple[Int[jax.Array, " pieces"], Int[jax.Array, " pieces"]]:
-    """Cut each lane into equal pieces, of which the last may be shorter or empty; return their starts and counts.
+) -> tuple[Int[jax.Array, " cut"], Int[jax.Array, " cut"]]:
+    """Cut each of P lanes into equal pieces, of which the last may be shorter or empty.
 
     XLA's kernel for GPUs copies each piece with one thread block.
+
+    Args:
+        start: the first row of each lane.
+        count: the number of rows of each lane.
+        pieces: the number of pieces of a lane.
+
+    Returns:
+        The first row and the number of rows of each piece, lane by lane, ``[P * pieces]``.
 
     >>> starts, counts = cut_lanes(jnp.array([0, 100]), jnp.array([64, 33]))
     >>> starts[:3].tolist(), counts[:3].tolist(), counts[PIECES:][15:18].tolist()

@@ -22,11 +22,15 @@ from relibra_jax.execution.gather import sum_picked, take_rows
 
 
 class Route(NamedTuple):
-    """The way of the elements of one array in a hop."""
+    """The way of the elements of one array in a hop.
 
-    source: Int[jax.Array, " send"]
+    The rows of the send and receive buffers are places in whole lanes, with the kept rows after them. Where exchanges
+    have lanes, no such buffer is built.
+    """
+
+    source: Int[jax.Array, "*stack send"]
     """The element in each row of the send buffer; EMPTY for none."""
-    places: Int[jax.Array, "t c"]
+    places: Int[jax.Array, "*stack t c"]
     """The rows of the send buffer that have each element, the inverse of ``source``; EMPTY for none."""
 
 
@@ -35,9 +39,9 @@ class Hop(NamedTuple):
 
     lanes: Lanes
     """The rows for and from each rank."""
-    arrival: Int[jax.Array, " rows"]
+    arrival: Int[jax.Array, "*stack rows"]
     """The row of the receive buffer that each delivered row copies; EMPTY for none."""
-    delivered: Int[jax.Array, " receive"]
+    delivered: Int[jax.Array, "*stack receive"]
     """The delivered row of each row of the receive buffer, the inverse of ``arrival``; EMPTY for none."""
 
 
@@ -45,7 +49,7 @@ class Hop(NamedTuple):
 def deliver(
     exchange: Exchange, elements: tuple[jax.Array, ...], routes: tuple[Route, ...], hop: Hop
 ) -> tuple[jax.Array, ...]:
-    """Copy the elements of this rank to the rows of other ranks, all arrays in one exchange.
+    """Copy the elements of this rank to the rows of other ranks, with one choice of a length for all arrays.
 
     Args:
         exchange: the ranks, the kind and the buffer sizes of the exchange.
@@ -63,7 +67,17 @@ def deliver(
 def collect(
     exchange: Exchange, rows: tuple[jax.Array, ...], routes: tuple[Route, ...], hop: Hop
 ) -> tuple[jax.Array, ...]:
-    """Bring delivered rows ``[rows, ...]`` back, and sum the rows of each element ``[t, ...]`` in float32 or wider."""
+    """Bring delivered rows back, and sum the rows of each element in float32 or wider: the reverse of `deliver`.
+
+    Args:
+        exchange: the ranks, the kind and the buffer sizes of the exchange.
+        rows: arrays ``[rows, ...]``.
+        routes: the route of each array.
+        hop: the tables of this rank.
+
+    Returns:
+        The sums for each array, ``[t, ...]``, in its dtype.
+    """
     return _run(exchange, _collect, hop, rows, routes)
 
 

@@ -56,8 +56,8 @@ class ExpertParallel:
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
-    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded on CPUs.
-    The layer prints the choice once."""
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded
+    elsewhere. The layer prints the choice once."""
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
     if its kernel cannot run."""
@@ -153,7 +153,7 @@ class ExpertParallel:
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
             exchange=choose_exchange(on_gpu=self.on_gpu) if self.exchange == AUTO else self.exchange,
-            fetch=REPLICA_FETCH if self.fetch == AUTO else self.fetch,
+            fetch=self._fetch_kind,
         )
 
     def token_exchanges(self, num_tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
@@ -179,9 +179,12 @@ class ExpertParallel:
         if self.capacities is not None:
             replicas, experts = self.capacities.export_copies, self.capacities.exports
         sizes = ExchangeSizes(pair=slots, own=0, send=max(replicas, 1), receive=slots)
-        kind = REPLICA_FETCH if self.fetch == AUTO else self.fetch
-        exchange = self._exchange(kind, self.domain, sizes)
+        exchange = self._exchange(self._fetch_kind, self.domain, sizes)
         return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
+
+    @property
+    def _fetch_kind(self) -> str:
+        return REPLICA_FETCH if self.fetch == AUTO else self.fetch
 
     def _exchange(self, kind: str, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)

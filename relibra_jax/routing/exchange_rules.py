@@ -13,7 +13,7 @@ REPLICA_FETCH: Final = "padded"
 
 
 def choose_exchange(*, on_gpu: bool) -> str:
-    """Choose the exchange of tokens: fitted between GPUs, padded between CPU devices.
+    """Choose the exchange of tokens: fitted between GPUs, padded elsewhere.
 
     A fitted exchange is a collective inside a branch. XLA:CPU begins that collective after the copies of its branch. It
     may begin another collective meanwhile, in an order that differs between processes, which gloo then aborts.

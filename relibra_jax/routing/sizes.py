@@ -31,7 +31,7 @@ LANE_LENGTHS: Final = 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSizes:
-    """Buffer sizes of one exchange, in rows: `pair` and `own` if it is padded, `send` and `receive` if ragged."""
+    """The most rows of one exchange. With lanes, `pair`, `own` and `receive` limit it; ragged, `send` and `receive`."""
 
     pair: int
     """The most rows that one rank sends to one other rank."""
