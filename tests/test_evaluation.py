@@ -11,7 +11,7 @@ from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BALANCE, EMPTY
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting, run_planner
+from relibra_jax.evaluation import Batching, Costs, Outcome, Ranks, make_setting, run_planner
 from relibra_jax.evaluation.batches import make_batches
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.planning.assignment import assign_samples
@@ -131,6 +131,22 @@ def test_make_setting_makes_the_cost_model_of_the_settings(trace):
     run = model.on(TOPOLOGY)
     assert (run.path, run.exchange, run.fetch) == ("hierarchical", "padded", "padded")
     assert make_setting(trace, TOPOLOGY, cost=model).cost_model is model
+
+
+@pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
+def test_outcome_waits_for_the_lanes_that_exchanges_send(trace, dispatch):
+    """A fitted exchange waits for no more than a padded one, and one without lanes for what the busiest rank needs."""
+    planned = [plan_last(PLANNERS["relibra"], setting_of(trace))]
+    waits = []
+    for exchange in ("padded", "fitted", "ragged"):
+        setting = setting_of(trace, exchange=exchange, dispatch=dispatch)
+        outcome = Outcome("relibra", PLANNERS["relibra"], setting, planned)
+        waits.append((outcome.waited_between, outcome.waited_inside))
+    padded, fitted, needed = np.array(waits)
+    assert (padded >= fitted).all()
+    assert (padded > 1).all()
+    assert (fitted >= 1).all()
+    assert needed == pytest.approx([1, 1])
 
 
 @pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])

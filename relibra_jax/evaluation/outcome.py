@@ -17,8 +17,10 @@ from relibra_jax.evaluation.columns import Column, column
 from relibra_jax.evaluation.planned import PlannedBatch
 from relibra_jax.evaluation.prices import (
     Crossings,
+    Waits,
     count_crossings,
     count_visits,
+    count_waits,
     time_of_balanced,
     time_of_batch,
 )
@@ -109,6 +111,17 @@ class Outcome:
     def crossings_busiest(self) -> float:
         """The crossings per token of the busiest rank, sent or received; of the busiest node if ranks share a link."""
         return float(np.mean([each.busiest for each in self._crossings]))
+
+    @column()
+    def waited_between(self) -> float:
+        """Rows between nodes for which dispatch waits as exchanges run, over those that the busiest rank needs; 1 if
+        lanes are level and nothing is padded."""
+        return float(np.mean([each.between for each in self._waits]))
+
+    @column()
+    def waited_inside(self) -> float:
+        """The same for rows inside nodes."""
+        return float(np.mean([each.inside for each in self._waits]))
 
     @column("repl", lambda outcome: f"{outcome.replicas:.1f}")
     def replicas(self) -> float:
@@ -251,6 +264,13 @@ class Outcome:
         topology, shared_link = self.setting.topology, self._cost.shared_link
         return [
             count_crossings(batch, topology, shared_link=shared_link, visits=visits)
+            for batch, visits in zip(self.batches, self.visits, strict=True)
+        ]
+
+    @functools.cached_property
+    def _waits(self) -> list[Waits]:
+        return [
+            count_waits(batch, self.setting.topology, self._cost, visits=visits)
             for batch, visits in zip(self.batches, self.visits, strict=True)
         ]
 

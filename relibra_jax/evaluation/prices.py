@@ -10,7 +10,7 @@ from jaxtyping import Int
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
 from relibra_jax.contract.types import Array, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
-from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.cost.traffic import busier_way, count_sent, count_traffic
 from relibra_jax.evaluation.planned import PlannedBatch
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.routing.visits import node_visits
@@ -57,6 +57,36 @@ def count_crossings(
     busiest = topology.num_ranks * slow.max((0, 3, 4)).sum()
     sent = topology.num_ranks * slow[0].mean((2, 3)).sum()
     return Crossings(sent / tokens, busiest / tokens)
+
+
+class Waits(NamedTuple):
+    """The rows for which dispatch waits over those that it needs: 1 if lanes are level and nothing is padded."""
+
+    between: float
+    """Between nodes."""
+    inside: float
+    """Inside nodes."""
+
+
+def count_waits(
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
+) -> Waits:
+    """Count the rows for which the exchanges of a batch wait as they run, over those of the busiest rank.
+
+    Both are summed over layers and micro-batches, because each exchange ends with its slowest rank.
+
+    Args:
+        batch: the batch with its plan.
+        topology: the expert-parallel group.
+        cost: the price, with the kind of exchange.
+        visits: the node visits of its tokens, as `count_visits` returns them.
+    """
+    plans = batch.batch_plan.layer_plans()
+    sent = count_sent(plans, topology, cost, visits=visits)
+    needed = busier_way(count_traffic(plans, topology, visits=visits), shared_link=cost.shared_link)
+    waited = (np.asarray(rows, float).max((2, 3)).sum() for rows in (sent.between, sent.inside))
+    most = (np.asarray(rows, float).max((2, 3)).sum() for rows in needed)
+    return Waits(*(rows / busiest if busiest else 1.0 for rows, busiest in zip(waited, most, strict=True)))
 
 
 def time_of_batch(
