@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import chex
 import jax
@@ -21,6 +22,7 @@ from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
 )
+from relibra_jax.execution.mesh import why_not_fitted
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.routing.exchange_rules import PATHS
 from relibra_jax.routing.sizes import count_capacities
@@ -214,6 +216,20 @@ def test_moe_layer_runs_the_fitted_exchange(path):
 def test_moe_layer_runs_the_fitted_exchange_on_every_mesh(mesh, path):
     for name in ("random, across nodes", "random"):
         check_all(run(mesh, 2, path, True, "fitted", resident_slots=2), plans(mesh, 2, name, 2))
+
+
+def test_fitted_exchange_needs_one_thread_on_cpus_of_several_processes(monkeypatch):
+    """Gloo matches collectives by their order, which a collective in a branch does not keep on several threads."""
+    devices = [types.SimpleNamespace(platform="cpu", process_index=index) for index in range(2)]
+    monkeypatch.setenv("NPROC", "16")
+    assert "on CPUs of 2 processes, exchanges may start in another order" in why_not_fitted(devices)
+    assert why_not_fitted(devices[:1]) is None
+    assert (
+        why_not_fitted([types.SimpleNamespace(platform="gpu", process_index=index) for index in range(2)])
+        is None
+    )
+    monkeypatch.setenv("NPROC", "1")
+    assert why_not_fitted(devices) is None
 
 
 def test_moe_layer_runs_the_ragged_fetch_across_nodes():

@@ -4,6 +4,7 @@ A mesh for expert parallelism ends with the axes ``node`` and ``local``; the cal
 first. Device ``(..., n, g)`` owns entry ``[..., n, g, ...]`` of every array over ranks.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -97,6 +98,25 @@ def why_not_remote(devices: Sequence[Any]) -> str | None:
             f"the devices of the mesh have the ids {ids}, but the kernel needs 0 to {len(ids) - 1} in order"
         )
     return None
+
+
+def why_not_fitted(devices: Sequence[Any]) -> str | None:
+    """Return the reason why a fitted exchange is not safe between the devices of a mesh, or None if there is none.
+
+    A fitted exchange is a collective in a branch. XLA:CPU counts a branch as started before its copies end and its
+    collective begins, so another collective can begin first. Gloo matches the collectives of processes by their order.
+    With one thread for each process, a branch does not return before its collective has begun.
+
+    Args:
+        devices: all devices of the mesh.
+    """
+    processes = len({device.process_index for device in devices})
+    if devices[0].platform != "cpu" or processes == 1 or os.environ.get("NPROC") == "1":
+        return None
+    return (
+        f"on CPUs of {processes} processes, exchanges may start in another order on each process:"
+        " set NPROC=1 before JAX starts, or use another exchange"
+    )
 
 
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:

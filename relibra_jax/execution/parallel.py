@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED, travels_in_pieces
-from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_fitted, why_not_remote
 from relibra_jax.routing.exchange_rules import AUTO, PATHS, REPLICA_FETCH, choose_exchange, choose_path
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
@@ -39,7 +39,7 @@ class ExpertParallel:
 
     Raises:
         ValueError: if the mesh does not have the topology's ranks, a name is unknown, the capacities lack sizes that
-            the path needs, or the chosen fetch cannot run on this mesh.
+            the path needs, or the chosen exchange or fetch cannot run on this mesh.
     """
 
     mesh: Mesh
@@ -93,6 +93,8 @@ class ExpertParallel:
             raise ValueError(
                 f"fetch={self.fetch!r} works only inside a node: use another fetch or across_nodes=False"
             )
+        if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
+            raise ValueError(f"exchange='fitted' cannot run: {reason}")
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
 
