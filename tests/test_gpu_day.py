@@ -7,9 +7,11 @@ import pytest
 
 from experiments.gpu_day import group_sizes, operations
 from experiments.gpu_day.report import OPERATIONS
-from experiments.gpu_day.steps import day_steps, hopper_checks
+from experiments.gpu_day.steps import day_steps, hopper_checks, smoke_steps
 from experiments.ladder.child import run_function
 from experiments.ladder.facts import facts_of
+from experiments.ladder.record import Record, read_record
+from experiments.ladder.steps import run_ladder
 from pallas_kernels.compare import NORM_LIMIT, check_close
 from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
 from relibra_jax.contract.types import Topology
@@ -85,6 +87,26 @@ def test_why_rehearses_stragglers_and_the_layer(steps, capsys):
     ranks = rehearse(steps["layer"], capsys)
     assert [facts["rank"] for facts in ranks] == list(range(8))
     assert all(facts["norm"] <= NORM_LIMIT for facts in ranks)
+
+
+@pytest.mark.slow
+def test_why_rehearses_branches_pieces_and_the_profile(steps, capsys):
+    assert [facts["products"] for facts in rehearse(steps["branches"], capsys)] == [1, 8]
+    (facts,) = rehearse(steps["ragged exchange"], capsys)
+    assert [len(pieces) for pieces in facts["pieces"]] == [1, 8, 32, 128]
+    assert {sum(pieces) for pieces in facts["pieces"]} == {61}
+    (facts,) = rehearse(steps["layer profile"], capsys)
+    assert facts["total"] == 0, "a CPU has no kernels of a GPU"
+
+
+@pytest.mark.slow
+def test_smoke_trains_the_flax_loop(tmp_path):
+    (loop,) = (step for step in smoke_steps(2, rehearsal=True) if step.name == "Flax loop")
+    record = Record(tmp_path / "day.jsonl", rehearsal=True)
+    assert run_ladder([loop._replace(needs=())], record, seconds=200.0, echo=False) == {"Flax loop": "passed"}
+    facts = read_record(record.path)[0]
+    assert facts["devices"] == 2
+    assert facts["losses"] == pytest.approx([5.136], abs=1e-3)
 
 
 @pytest.mark.slow

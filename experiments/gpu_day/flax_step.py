@@ -1,24 +1,39 @@
-"""The guide's Flax loop on one GPU: plans, moves and trains as users run it, with the losses of every batch."""
+"""The guide's Flax loop on the GPUs of this host: it plans, moves and trains as users run it."""
 
+import functools
+import math
 import os
 import time
+from typing import Final
 
 from experiments.ladder.facts import print_facts
 
+EXPERTS: Final = 16
+"""The number of experts of the example."""
+
 
 def train(batches: int, *, rehearsal: bool = False) -> None:
-    """Train the model of `experiments.examples.flax_loop` on one device, and print the losses.
+    """Train the model of `experiments.examples.flax_loop` on one node, and print the losses.
 
     Args:
         batches: the number of batches.
         rehearsal: whether this is a rehearsal, which trains one batch.
     """
     os.environ["XLA_FLAGS"] = ""  # the example's own flags are for CPUs
+    import jax
+
     from experiments.examples import flax_loop
     from relibra_jax import Topology
 
-    flax_loop.TOPOLOGY = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
+    devices = jax.devices()[: math.gcd(EXPERTS, len(jax.devices()))]
+    flax_loop.TOPOLOGY = Topology(
+        num_nodes=1,
+        ranks_per_node=len(devices),
+        num_experts=EXPERTS,
+        replica_slots=int(len(devices) > 1),
+    )
+    flax_loop.expert_mesh = functools.partial(flax_loop.expert_mesh, devices=devices)
     flax_loop.WIDTH = flax_loop.EXPERT_WIDTH = 64
     begin = time.perf_counter()
     losses = flax_loop.main(1 if rehearsal else batches)
-    print_facts(losses=losses, seconds=time.perf_counter() - begin)
+    print_facts(devices=len(devices), losses=losses, seconds=time.perf_counter() - begin)
