@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from experiments.miniature.contenders import contenders
 from relibra_jax.routing.exchange_rules import AUTO
 
 WHOLE_UPDATES: Final = "updates on a miniature"
@@ -65,15 +66,13 @@ def _miniature(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
     settings, names = kept["settings"], {"forced balanced": "balanced"}
     nodes, ranks = settings["grid"]
     where = f"{WHOLE_UPDATES} of {nodes}x{ranks} ranks, {settings['micro_batches']} micro-batches, {kept['trace']}"
-    measurements = []
-    for exchange in settings["exchanges"]:
-        ending = "" if exchange == AUTO else f", {exchange}"
-        others = tuple(f", {other}" for other in settings["exchanges"] if other not in (AUTO, exchange))
-        seconds = {
-            name.removesuffix(ending): float(np.median(row["seconds"]))
-            for name, row in kept["rows"].items()
-            if name.endswith(ending) and not (others and name.endswith(others))
-        }
-        renamed = {names.get(name, name.lower()): value for name, value in seconds.items()}
-        measurements.append((where + (f", {exchange} exchange" if ending else ""), renamed))
-    return measurements
+    seconds: dict[str, dict[str, float]] = {exchange: {} for exchange in settings["exchanges"]}
+    runs = contenders(settings["replica_slots"], tuple(settings["exchanges"]))
+    for name, row in kept["rows"].items():
+        exchange = runs[name].exchange
+        name = name.removesuffix(f", {exchange}")
+        seconds[exchange][names.get(name, name.lower())] = float(np.median(row["seconds"]))
+    return [
+        (where if exchange == AUTO else f"{where}, {exchange} exchange", each)
+        for exchange, each in seconds.items()
+    ]

@@ -27,7 +27,8 @@ MINUTES: Final = 9.5
 SMOKE_MINUTES: Final = 25.0
 """The default time limit of the smoke test, in minutes: several of its steps may hang."""
 CHECKS_AT_ONCE: Final = 4
-"""The number of checks that run at the same time. Most of their time is compilation. Measurements run alone."""
+"""The number of checks of ``right`` that run at the same time. Most of their time is compilation. What is timed, and
+what uses several GPUs, runs alone."""
 RECORD: Final = Path("out/gpu_day/day.jsonl")
 """The default record."""
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report(read_record(options.record)))
         return 0
     minutes = options.minutes or (SMOKE_MINUTES if options.command == "smoke" else MINUTES)
-    workers = CHECKS_AT_ONCE if options.command in ("smoke", "right") else 1
+    workers = CHECKS_AT_ONCE if options.command == "right" else 1
     outcomes = run_ladder(_steps(options), record, seconds=60 * minutes, workers=workers)
     missing = [name for name, outcome in outcomes.items() if not outcome.startswith("passed")]
     if missing:

@@ -1,15 +1,12 @@
 """The guide's Flax loop on the GPUs of this host: it plans, moves and trains as users run it."""
 
+import dataclasses
 import functools
 import math
 import os
 import time
-from typing import Final
 
 from experiments.ladder.facts import print_facts
-
-EXPERTS: Final = 16
-"""The number of experts of the example."""
 
 
 def train(batches: int, *, rehearsal: bool = False) -> None:
@@ -23,15 +20,10 @@ def train(batches: int, *, rehearsal: bool = False) -> None:
     import jax
 
     from experiments.examples import flax_loop
-    from relibra_jax import Topology
 
-    devices = jax.devices()[: math.gcd(EXPERTS, len(jax.devices()))]
-    flax_loop.TOPOLOGY = Topology(
-        num_nodes=1,
-        ranks_per_node=len(devices),
-        num_experts=EXPERTS,
-        replica_slots=int(len(devices) > 1),
-    )
+    devices = jax.devices()[: math.gcd(flax_loop.TOPOLOGY.num_experts, len(jax.devices()))]
+    ranks = {"num_nodes": 1, "ranks_per_node": len(devices), "replica_slots": int(len(devices) > 1)}
+    flax_loop.TOPOLOGY = dataclasses.replace(flax_loop.TOPOLOGY, **ranks)
     flax_loop.expert_mesh = functools.partial(flax_loop.expert_mesh, devices=devices)
     flax_loop.WIDTH = flax_loop.EXPERT_WIDTH = 64
     begin = time.perf_counter()

@@ -4,12 +4,14 @@ The quotas of a plan for 2 x 4 ranks are scaled to about 1,024 rows per group, w
 The recorded demo has so few rows that the latency of kernels would hide the imbalance.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.gpu_day.one_rank import OneRank
 from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.plan import read_quotas
 from experiments.gpu_day.speed import REHEARSAL_SHAPE, REPEATS
@@ -33,9 +35,7 @@ def scaled_quotas(folder: str, rows_per_group: int) -> dict[str, np.ndarray]:
     return {name: (quota * factor).astype(np.int32) for name, quota in quotas.items()}
 
 
-def layer_setting(
-    model: str, implementation: str, rehearsal: bool
-) -> tuple[ModelShape, str, int, float, int]:
+def _setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelShape, str, int, float, int]:
     """Return the shape, the implementation, the number and minimum seconds of readings, and the rows per group."""
     if rehearsal:
         return REHEARSAL_SHAPE, "xla", 1, 1e-4, 8
@@ -51,10 +51,10 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
         implementation: the implementation of `pallas_kernels` to measure.
         rehearsal: whether to measure blocked XLA once at small sizes.
     """
-    shape, name, repeats, shortest, rows_per_group = layer_setting(model, implementation, rehearsal)
+    shape, name, repeats, shortest, rows_per_group = _setting(model, implementation, rehearsal)
     quotas = scaled_quotas(folder, rows_per_group)
     rows = -(-max(int(quota.sum(-1).max()) for quota in quotas.values()) // 8) * 8
-    x, weights = random_array(rows, shape.width), slot_weights(shape, quotas["static"].shape[-1])
+    x, weights = random_array(rows, shape.width), _weights(shape, quotas["static"].shape[-1])
     for planner, quota in quotas.items():  # one by one, so that a time limit loses only the last
         timed = rank_seconds(
             {planner: quota}, x, weights, repeats=repeats, implementation=name, shortest=shortest
@@ -68,9 +68,28 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
         )
 
 
-def slot_weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
+def _weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
     weights = random_array(slots, 3, shape.width, shape.expert_width, seed=2)
     return weights[:-2], weights[-2:]
+
+
+def plan_layer(model: str, folder: str, *, rehearsal: bool) -> tuple[np.ndarray, Callable[[str], OneRank]]:
+    """Return what runs the layer of each rank of a ReLibra plan on one device.
+
+    Args:
+        model: the name of the model, a key of `pallas_kernels.hopper.tile_sizes.MODELS`.
+        folder: the folder of the plan.
+        rehearsal: whether sizes are small.
+
+    Returns:
+        The quotas of the ranks in the first stage, ``[ranks, slots]``, and a function from the name of an
+        implementation to the layer.
+    """
+    shape, _, _, _, rows_per_group = _setting(model, "", rehearsal)
+    quota = scaled_quotas(folder, rows_per_group)["relibra"]
+    tokens = -(-int(quota.sum(-1).max()) // 8) * 8
+    weights = jnp.concatenate(_weights(shape, quota.shape[-1]))
+    return quota[0], lambda name: OneRank(weights, tokens, implementation=name)
 
 
 def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bool = False) -> None:
@@ -89,15 +108,10 @@ def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bo
     Raises:
         ValueError: if the output or a gradient of the layer differs from that of blocked XLA.
     """
-    from experiments.gpu_day.one_rank import OneRank
-
-    shape, name, repeats, shortest, rows_per_group = layer_setting(model, implementation, rehearsal)
-    quota = scaled_quotas(folder, rows_per_group)["relibra"]
-    tokens = -(-int(quota.sum(-1).max()) // 8) * 8
-    weights = jnp.concatenate(slot_weights(shape, quota.shape[-1]))
-    layer, reference = (OneRank(weights, tokens, implementation=choice) for choice in (name, "xla"))
-    for rank in range(quota.shape[1]):
-        sizes = quota[0, rank]
+    _, name, repeats, shortest, _ = _setting(model, implementation, rehearsal)
+    quota, make_layer = plan_layer(model, folder, rehearsal=rehearsal)
+    layer, reference = make_layer(name), make_layer("xla")
+    for rank, sizes in enumerate(quota):
         error = check_close(f"rank {rank}", layer.gradients(sizes)(), reference.gradients(sizes)())
         runs = {
             "layer": layer.forward(sizes),

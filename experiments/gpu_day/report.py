@@ -71,14 +71,19 @@ def _speeds(lines: Lines) -> Iterator[str]:
     yield f"| experts of | rows per group | {' | '.join(OPERATIONS)} |"
     yield f"|---|---:|{'---:|' * len(OPERATIONS)}"
     for model, rows in SPEEDS:
-        facts = _facts(lines, f"speed of {model}, {rows} rows")
         kernel_results = {
             line["operation"]: f"{line['teraflops']:.0f}, {line['of_roofline']:.0%}"
-            for line in facts
-            if line.get("by") == OWN_KERNELS and line.get("plan") == "relibra" and "teraflops" in line
+            for line in _rates(lines, model, rows)
+            if line["by"] == OWN_KERNELS
         }
         cells = [kernel_results.get(operation, "") for operation in OPERATIONS]
         yield f"| {model} | {rows:,} | {' | '.join(cells)} |"
+
+
+def _rates(lines: Lines, model: str, rows: int) -> list[Mapping[str, Any]]:
+    """Return the throughput of all versions for the group sizes of a ReLibra plan."""
+    facts = _facts(lines, f"speed of {model}, {rows} rows")
+    return [line for line in facts if line.get("plan") == "relibra" and "teraflops" in line]
 
 
 def _stragglers(lines: Lines) -> Iterator[str]:
@@ -99,11 +104,7 @@ def _stragglers(lines: Lines) -> Iterator[str]:
 def _baselines(lines: Lines) -> Iterator[str]:
     yield "TFLOP/s of all versions, for the same group sizes:"
     for model, rows in SPEEDS:
-        facts = [
-            line
-            for line in _facts(lines, f"speed of {model}, {rows} rows")
-            if line.get("plan") == "relibra" and "teraflops" in line
-        ]
+        facts = _rates(lines, model, rows)
         if facts:
             yield from ("", f"| {model}, {rows:,} rows per group | {' | '.join(OPERATIONS)} |")
             yield f"|---|{'---:|' * len(OPERATIONS)}"

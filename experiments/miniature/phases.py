@@ -68,11 +68,17 @@ def phase_of(operation: str, scopes: Mapping[str, str]) -> str:
     >>> phase_of("all-reduce.1", {})
     'sums of gradients'
     """
-    scope = scopes.get(operation, "")
-    for phase in PHASES:
-        if re.search(rf"\b{phase}\b", scope):
-            return phase
-    return SUMS if _COLLECTIVE.match(operation) else REST
+    rest = SUMS if _COLLECTIVE.match(operation) else REST
+    return scope_phase(scopes.get(operation, "")) or rest
+
+
+def scope_phase(scope: str) -> str | None:
+    """Return the phase in a scope, or None if there is none.
+
+    >>> scope_phase("jit(update)/while/body/dispatch/all_to_all"), scope_phase("jit(update)/add")
+    ('dispatch', None)
+    """
+    return next((phase for phase in PHASES if re.search(rf"\b{phase}\b", scope)), None)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

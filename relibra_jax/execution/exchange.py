@@ -131,12 +131,10 @@ class Exchange:
 
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Return whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
-        if self.has_lanes:
-            in_lanes = (self._longest(counts) <= self.sizes.pair) & (
-                counts.diagonal().max() <= self.sizes.own
-            )
-            return in_lanes & (counts.sum(0).max() <= self.sizes.receive)
-        return (counts.sum(1).max() <= self.sizes.send) & (counts.sum(0).max() <= self.sizes.receive)
+        fits = counts.sum(0).max() <= self.sizes.receive
+        if not self.has_lanes:
+            return fits & (counts.sum(1).max() <= self.sizes.send)
+        return fits & (self._longest(counts) <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
 
     def _longest(self, counts: Int[jax.Array, "P P"]) -> Int[jax.Array, ""]:
         return jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts).max()
@@ -222,5 +220,8 @@ def cut_lanes(
     """
     piece = -(-count[:, None] // pieces)
     begin = jnp.minimum(jnp.arange(pieces, dtype=count.dtype)[None] * piece, count[:, None])
-    cut = start[:, None].astype(count.dtype) + begin, jnp.minimum(piece, count[:, None] - begin)
-    return cut[0].ravel(), cut[1].ravel()
+    cut_start, cut_count = (
+        start[:, None].astype(count.dtype) + begin,
+        jnp.minimum(piece, count[:, None] - begin),
+    )
+    return cut_start.ravel(), cut_count.ravel()

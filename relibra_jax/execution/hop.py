@@ -92,17 +92,16 @@ collect.defvjp(
 
 
 def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, arrays, routes):
-    def with_length(length: int, *operands):
-        return tuple(way(exchange, length, *each, operands[-1]) for each in zip(*operands[:-1], strict=True))
+    def with_length(length: int, arrays, routes, hop: Hop):
+        return tuple(way(exchange, length, *each, hop) for each in zip(arrays, routes, strict=True))
 
-    operands = arrays, routes, hop
     if exchange.ranks == 1:
-        return with_length(0, *operands)
+        return with_length(0, arrays, routes, hop)
     if exchange.kind == "fitted":
         # On a GPU, the host waits for each choice: all arrays share one.
         ways = [functools.partial(with_length, length) for length in exchange.lengths]
-        return jax.lax.switch(hop.lanes.length, ways, *operands)
-    return with_length(exchange.sizes.pair, *operands)
+        return jax.lax.switch(hop.lanes.length, ways, arrays, routes, hop)
+    return with_length(exchange.sizes.pair, arrays, routes, hop)
 
 
 def _deliver(exchange: Exchange, length: int, elements, route: Route, hop: Hop):

@@ -138,11 +138,6 @@ class ExpertParallel:
         """The mesh axes along which replicas may travel."""
         return RANKS if self.across_nodes else (LOCAL,)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the ranks are GPUs."""
-        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-
     def is_hierarchical(self, top_k: int) -> bool:
         """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
         if self.path != AUTO:
@@ -152,9 +147,10 @@ class ExpertParallel:
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
-            exchange=choose_exchange(on_gpu=self.on_gpu) if self.exchange == AUTO else self.exchange,
+            exchange=choose_exchange(on_gpu=on_gpu) if self.exchange == AUTO else self.exchange,
             fetch=self._fetch_kind,
         )
 
@@ -166,8 +162,8 @@ class ExpertParallel:
             top_k: K, the number of experts of a token.
         """
         sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)
-        kind = self.kinds(top_k).exchange
-        if not self.is_hierarchical(top_k):
+        path, kind, _ = self.kinds(top_k)
+        if path == "flat":
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
         between = self._exchange(kind, (NODE,), sizes.node)
