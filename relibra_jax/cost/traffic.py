@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Price, Topology, check_shape
+from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape
 from relibra_jax.routing.sizes import fitted_lane, padded_rows
-from relibra_jax.routing.split import line_starts, pair_load
+from relibra_jax.routing.split import pair_load
 
 
 class Traffic(NamedTuple):
@@ -120,10 +120,8 @@ def count_traffic(
     Raises:
         ValueError: if the shape of ``visits`` does not fit the plans.
     """
-    plans = jax.tree.map(jnp.asarray, layer_plans)
-    if visits is None:
-        return jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
-    return _hierarchical_traffic(_count_pairs(plans, topology), visits, topology)
+    pairs = _count_pairs(jax.tree.map(jnp.asarray, layer_plans), topology)
+    return _flat_traffic(pairs) if visits is None else _hierarchical_traffic(pairs, visits, topology)
 
 
 @functools.partial(jax.jit, static_argnames="topology")
@@ -166,13 +164,14 @@ def count_sent(
 def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable[[Array], jax.Array]) -> Sent:
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
+    pairs = _count_pairs(plans, topology)
     if cost.exchange == "ragged":
-        traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
+        traffic = _flat_traffic(pairs)
         slow, fast = busier_way(traffic, shared_link=cost.shared_link)
         others = (traffic.slow_sent + traffic.fast_sent, traffic.slow_received + traffic.fast_received)
         buffers = sum(map(room, others)) + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
-    longest = _flat_lanes(_count_pairs(plans, topology), topology)
+    longest = _flat_lanes(pairs, topology)
     lane = _lane(cost.exchange, longest, room(longest))
     buffers = 2 * ranks * lane + slots
     return Sent(
@@ -257,28 +256,10 @@ def _flat_lanes(pairs: Array, topology: Topology) -> Num[Array, "M L"]:
     return jnp.where(own, 0, flat).max((2, 3))
 
 
-def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
-    """Count the traffic of flat dispatch in one layer of one micro-batch.
-
-    It follows from the supply and demand that each round of the token split leaves unmatched.
-    """
-    load = jnp.asarray(plan.load)
-    ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
-    slot_expert = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
-    supply = load.reshape(ranks, -1)
-    demand = (
-        jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], slot_expert].add(plan.quota.reshape(ranks, -1))
-    )
-    own = jnp.minimum(supply, demand)
-    supply_left, demand_left = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
-
-    def in_node(side, other):
-        return jnp.clip(other.sum(1, keepdims=True) - line_starts(side), 0, side)
-
-    fast_sent, fast_received = in_node(supply_left, demand_left), in_node(demand_left, supply_left)
-    return Traffic(
-        *(
-            rows.sum(-1)
-            for rows in (supply_left - fast_sent, demand_left - fast_received, fast_sent, fast_received)
-        )
-    )
+def _flat_traffic(pairs: Int[Array, "M L N G N G"]) -> Traffic:
+    """Count the traffic of flat dispatch from the copies that ranks send to ranks."""
+    nodes, local = pairs.shape[2:4]
+    same_node = np.eye(nodes, dtype=bool)[None, None, :, None, :, None]
+    same_rank = np.eye(local, dtype=bool)[None, None, None, :, None, :]
+    away, near = jnp.where(same_node, 0, pairs), jnp.where(same_node & ~same_rank, pairs, 0)
+    return Traffic(away.sum((4, 5)), away.sum((2, 3)), near.sum((4, 5)), near.sum((2, 3)))

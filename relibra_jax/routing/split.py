@@ -1,14 +1,17 @@
 """The split of each expert's token copies over the slots that hold it: nearest slot first, equal on every process.
 
 A plan says how many token copies each slot computes, but not from which ranks they come. `source_quota` decides that: a
-slot on the same rank serves first, then slots in the same node, then all others. In each of these three rounds the
-supply of the ranks and the demand of the slots are laid out along one line, in rank order, and matched where they
-overlap (the north-west corner rule). So the result is exact, in integers, and deterministic.
+slot on the same rank serves first, then slots in the same node, then all others. In each of the last two rounds the
+supply of the ranks and the demand of the slots are laid out along one line and matched where they overlap (the
+north-west corner rule). So the result is exact, in integers, and deterministic. Each rank lays out its supply in
+`PARTS` parts, one part of every rank after another, so that every slot gets about as many copies from each rank: an
+exchange is as long as its longest lane.
 
 The functions work on one layer of one micro-batch; callers vmap them.
 """
 
 import functools
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,9 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
+
+PARTS: Final = 8
+"""The number of parts in which a rank lays out its supply of an expert."""
 
 
 @functools.partial(jax.jit, static_argnames="topology")
@@ -37,19 +43,17 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     >>> source_quota(plan, topology)[:, 0].tolist()
     [[[5, 0], [2, 0]], [[1, 0], [2, 4]]]
     """
-    ranks, slots = topology.num_ranks, topology.slots
-    supply, demand, expert, rank = _sides(plan, topology)
-    slot_expert = jnp.where(expert == EMPTY, 0, expert)
-    sent = jnp.zeros((ranks, expert.size), jnp.int32)
-    for neighbours in (1, topology.ranks_per_node, ranks):
-        matched = _overlap(supply, demand, slot_expert, rank, neighbours).T
-        matched = jnp.where(expert == EMPTY, 0, matched)
-        supply = supply - jnp.zeros_like(supply).at[:, slot_expert].add(matched)
-        demand = demand - jnp.zeros_like(demand).at[rank, slot_expert].add(
-            matched.sum(0, dtype=matched.dtype)
-        )
-        sent = sent + matched
-    return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
+    supply, demand, expert = _sides(plan, topology)
+    own = jnp.minimum(supply, demand)
+    is_own = _rank_of_slot(topology)[None] == np.arange(topology.num_ranks)[:, None]
+    copies = jnp.where(expert[None] == EMPTY, 0, own[:, jnp.maximum(expert, 0)])
+    sent = jnp.where(is_own, copies, 0)
+    supply, demand = supply - own, demand - own
+    for neighbours in _rounds(topology):
+        matched = _overlap(supply, demand, expert, neighbours)
+        sent = sent + _on_diagonal(jnp.swapaxes(matched, 1, 2))
+        supply, demand = _unmatched(supply, demand, neighbours)
+    return sent.reshape(-1, topology.num_nodes, topology.ranks_per_node, topology.slots)
 
 
 def pair_load(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
@@ -70,17 +74,15 @@ def pair_load(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
     >>> pair_load(plan, topology).tolist()
     [[5, 2], [1, 6]]
     """
-    ranks, local = topology.num_ranks, topology.ranks_per_node
-    supply, demand, expert, rank = _sides(plan, topology)
-    slot_expert = jnp.where(expert == EMPTY, 0, expert)
+    supply, demand, expert = _sides(plan, topology)
     own = jnp.minimum(supply, demand)
     supply, demand = supply - own, demand - own
     sent = jnp.diag(own.sum(1, dtype=jnp.int32))
-    for neighbours in (local, ranks)[: 1 + (topology.num_nodes > 1)]:
-        matched = _overlap(supply, demand, slot_expert, rank, neighbours)
-        matched = jnp.where(expert[:, None] == EMPTY, 0, matched)
-        sent = sent + matched.reshape(ranks, -1, ranks).sum(1, dtype=jnp.int32).T
-        supply, demand = _unmatched(supply, demand, neighbours), _unmatched(demand, supply, neighbours)
+    for neighbours in _rounds(topology):
+        matched = _overlap(supply, demand, expert, neighbours)
+        by_rank = matched.reshape(len(matched), neighbours, topology.slots, neighbours)
+        sent = sent + _on_diagonal(jnp.swapaxes(by_rank.sum(2, dtype=jnp.int32), 1, 2))
+        supply, demand = _unmatched(supply, demand, neighbours)
     return sent
 
 
@@ -131,65 +133,81 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
 
 def _sides(
     plan: LayerPlan, topology: Topology
-) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"], Int[jax.Array, " PS"], Int[np.ndarray, " PS"]]:
-    """Return the copies that ranks have and that they are to compute, and the expert and the rank of every slot."""
+) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"], Int[jax.Array, " PS"]]:
+    """Return the copies that ranks have and that they are to compute, and the expert of every slot."""
     supply = jnp.asarray(plan.load, jnp.int32).reshape(topology.num_ranks, -1)
     expert, quota = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota, jnp.int32).reshape(-1)
-    rank = np.repeat(np.arange(topology.num_ranks), topology.slots)
-    demand = jnp.zeros_like(supply).at[rank, jnp.where(expert == EMPTY, 0, expert)].add(quota)
-    return supply, demand, expert, rank
+    demand = (
+        jnp.zeros_like(supply).at[_rank_of_slot(topology), jnp.where(expert == EMPTY, 0, expert)].add(quota)
+    )
+    return supply, demand, expert
+
+
+def _rank_of_slot(topology: Topology) -> Int[np.ndarray, " PS"]:
+    return np.repeat(np.arange(topology.num_ranks), topology.slots)
+
+
+def _rounds(topology: Topology) -> tuple[int, ...]:
+    """Return the numbers of neighbouring ranks that serve each other after each rank has served itself."""
+    return (topology.ranks_per_node, topology.num_ranks)[: 1 + (topology.num_nodes > 1)]
+
+
+def _parts(supply: Int[jax.Array, "P E"], neighbours: int) -> Int[jax.Array, "groups parts E"]:
+    """Return the parts in which neighbouring ranks lay out their supply: the first of every rank, then the second."""
+    part = jnp.arange(PARTS, dtype=supply.dtype)[None, :, None]
+    parts = (supply[:, None] // PARTS + (part < supply[:, None] % PARTS)).reshape(-1, neighbours, PARTS, supply.shape[1])
+    return jnp.swapaxes(parts, 1, 2).reshape(len(parts), PARTS * neighbours, -1)
 
 
 def _unmatched(
-    side: Int[jax.Array, "P E"], other: Int[jax.Array, "P E"], neighbours: int
-) -> Int[jax.Array, "P E"]:
-    """Return what remains of one side after it was matched with the other inside each group of neighbouring ranks."""
-    side_runs, other_runs = (each.reshape(-1, neighbours, each.shape[1]) for each in (side, other))
-    matched = jnp.clip(
-        other_runs.sum(1, keepdims=True, dtype=side.dtype) - line_starts(side_runs), 0, side_runs
-    )
-    return side - matched.reshape(side.shape)
+    supply: Int[jax.Array, "P E"], demand: Int[jax.Array, "P E"], neighbours: int
+) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"]]:
+    """Return what remains of supply and demand after each group of neighbouring ranks has matched its own."""
+    sides = _parts(supply, neighbours), demand.reshape(-1, neighbours, demand.shape[1])
+    remaining = []
+    for side, other in (sides, sides[::-1]):
+        total = other.sum(1, keepdims=True, dtype=side.dtype)
+        left = side - jnp.clip(total - _line_starts(side), 0, side)
+        by_rank = left.reshape(len(left), -1, neighbours, left.shape[2]).sum(1, dtype=left.dtype)
+        remaining.append(by_rank.reshape(supply.shape))
+    return remaining[0], remaining[1]
 
 
-def line_starts(amount: Int[Array, "*runs neighbours E"]) -> Int[jax.Array, "*runs neighbours E"]:
-    """Return the start of each rank's copies when neighbouring ranks lay their copies of an expert along one line.
+def _line_starts(amount: Int[jax.Array, "groups runs E"]) -> Int[jax.Array, "groups runs E"]:
+    """Return the number of copies before each run on the line of its expert.
 
-    Args:
-        amount: copies of each expert on each of the neighbouring ranks.
-
-    Returns:
-        The number of copies before each rank's own. The line of expert e begins at rank ``e % neighbours`` and wraps
-        around.
-
-    >>> line_starts(jnp.array([[5, 5], [3, 3]])).tolist()
-    [[0, 3], [5, 0]]
+    The line of expert e begins with run ``e % runs`` and wraps around, so that remainders fall on different ranks.
     """
-    neighbours, experts = amount.shape[-2:]
-    first = np.arange(experts) % neighbours
+    runs, experts = amount.shape[-2:]
+    first = np.arange(experts) % runs
     before = jnp.cumsum(amount, axis=-2, dtype=amount.dtype) - amount
-    around = np.arange(neighbours)[:, None] < first
-    total = jnp.where(around, amount.sum(-2, keepdims=True, dtype=amount.dtype), 0)
-    return before + total - before[..., first, np.arange(experts)][..., None, :]
+    around = np.arange(runs)[:, None] < first[None]
+    total = jnp.where(around[None], amount.sum(-2, keepdims=True, dtype=amount.dtype), 0)
+    return before + total - before[:, None, first, np.arange(experts)]
 
 
 def _overlap(
-    supply: Int[jax.Array, "P E"],
-    demand: Int[jax.Array, "P E"],
-    expert: Int[jax.Array, " PS"],
-    rank: Int[np.ndarray, " PS"],
-    neighbours: int,
-) -> Int[jax.Array, "PS P"]:
-    """Match supply and demand inside each group of ``neighbours`` ranks; copies to each slot from each rank."""
-    ranks = supply.shape[0]
+    supply: Int[jax.Array, "P E"], demand: Int[jax.Array, "P E"], expert: Int[jax.Array, " PS"], neighbours: int
+) -> Int[jax.Array, "groups slots neighbours"]:
+    """Match supply and demand inside each group of neighbouring ranks; copies to each slot from each rank."""
+    parts, places = _parts(supply, neighbours), demand.reshape(-1, neighbours, demand.shape[1])
+    slot_expert = jnp.where(expert == EMPTY, 0, expert).reshape(len(places), -1)
+    slots = slot_expert.shape[1]
+    group, rank = np.arange(len(places))[:, None], np.repeat(np.arange(neighbours), slots // neighbours)[None]
 
-    def ends(amount):
-        start = line_starts(amount.reshape(ranks // neighbours, neighbours, -1)).reshape(amount.shape)
-        return jnp.stack([start, start + amount], axis=-1)
+    def ends(amount, *slot):
+        # The ranks of one expert are neighbours in memory, which makes the gather fast.
+        start = jnp.swapaxes(_line_starts(amount), 1, 2)[group, slot_expert, *slot]
+        return start, start + jnp.swapaxes(amount, 1, 2)[group, slot_expert, *slot]
 
-    # The ranks of one expert are neighbours in memory, which makes the gather fast.
-    supplied, demanded = jnp.swapaxes(ends(supply), 0, 1)[expert], ends(demand)[rank, expert][:, None]
-    overlap = jnp.minimum(supplied[..., 1], demanded[..., 1]) - jnp.maximum(
-        supplied[..., 0], demanded[..., 0]
-    )
-    together = rank[:, None] // neighbours == np.arange(ranks)[None] // neighbours
-    return jnp.where(together, jnp.maximum(overlap, 0), 0)
+    (first, last), (begin, end) = ends(parts), ends(places, rank)
+    shared = jnp.minimum(last, end[..., None]) - jnp.maximum(first, begin[..., None])
+    matched = jnp.maximum(shared, 0).reshape(len(places), slots, PARTS, neighbours).sum(2, dtype=jnp.int32)
+    return jnp.where(expert.reshape(len(places), slots, 1) == EMPTY, 0, matched)
+
+
+def _on_diagonal(blocks: Int[jax.Array, "groups n m"]) -> Int[jax.Array, "P all"]:
+    """Return the matrix whose diagonal blocks are given, and which is zero elsewhere."""
+    groups, rows, columns = blocks.shape
+    matrix = jnp.where(np.eye(groups, dtype=bool)[:, None, :, None], blocks[:, :, None], 0)
+    return matrix.reshape(groups * rows, groups * columns)
