@@ -38,7 +38,7 @@ from relibra_jax.evaluation import (
 )
 from relibra_jax.evaluation.prices import time_of_batch
 from relibra_jax.evaluation.variants import with_samples_assigned
-from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host
+from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host, stripe_on_host
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.support.atomic_write import write_json
@@ -140,7 +140,8 @@ def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
     def prepare(replay: RoutingReplay, state: Any, key: Any) -> tuple[BatchPlan, Any]:
         counts = count_on_host(replay, entry.planner, topology, [cost])
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
-        (batch_plan,), state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
+        plans, state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
+        (batch_plan,) = stripe_on_host(plans, replay, topology) if cost.striped else plans
         check_plans([batch_plan], topology, across_nodes=False)
         return batch_plan, state
 

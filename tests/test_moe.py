@@ -92,7 +92,16 @@ def dense(values, ids):
 
 
 @functools.cache
-def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padded", resident_slots=0):
+def run(
+    mesh,
+    replica_slots,
+    path,
+    across_nodes,
+    exchange="padded",
+    fetch="padded",
+    resident_slots=0,
+    striped=False,
+):
     """Return the output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     parallel = ExpertParallel(
@@ -102,6 +111,8 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padde
         exchange=exchange,
         fetch=fetch,
         across_nodes=across_nodes,
+        striped=striped,
+        check_rows=striped,
     )
 
     def loss(values, ids, plan):
@@ -120,10 +131,16 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padde
 
 
 @functools.cache
-def plans(mesh, replica_slots, name, resident_slots=0):
+def plans(mesh, replica_slots, name, resident_slots=0, striped=False):
     """Return the layer plans ``[M, 1]`` of all routings as micro-batches of one batch, from a planner or random."""
     topology = topology_of(mesh, replica_slots, resident_slots)
-    load = load_of(routings()[:, None], topology)
+    ids = routings()
+    if striped:  # token i of a rank is dispatched by local rank i mod G of its node
+        holder, token = np.ogrid[:RANKS, :TOKENS]
+        local = topology.ranks_per_node
+        rank = holder // local * local + token % local
+        ids = np.stack([np.where((rank == each)[..., None], ids, EMPTY) for each in range(RANKS)], 1)
+    load = load_of(ids.reshape(len(ids), 1, RANKS, -1, TOP_K), topology)
     if name in PLANNERS:
         plan = planned(name, topology, load)
     else:
@@ -208,6 +225,23 @@ def test_moe_layer_runs_the_fitted_exchange(path):
     """Some routings have no rows to send, and some fill a lane."""
     for name in ("relibra", "random"):
         check_all(run("2x4", 2, path, False, "fitted", resident_slots=1), plans("2x4", 2, name, 1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "path", "exchange"),
+    [
+        ("2x4", "hierarchical", "padded"),
+        pytest.param("2x4", "hierarchical", "fitted", marks=pytest.mark.slow),
+        pytest.param("1x8", "flat", "emulated", marks=pytest.mark.slow),
+        pytest.param("4x2", "flat", "padded", marks=pytest.mark.long),
+        pytest.param("8x1", "hierarchical", "padded", marks=pytest.mark.long),
+    ],
+)
+def test_moe_layer_deals_tokens_to_the_ranks_of_their_node(mesh, path, exchange):
+    """On 1x8 the tokens of a sequence do not divide over the ranks."""
+    for name in ("random, across nodes", "random"):
+        step = run(mesh, 2, path, True, exchange, resident_slots=1, striped=True)
+        check_all(step, plans(mesh, 2, name, 1, striped=True))
 
 
 @pytest.mark.long

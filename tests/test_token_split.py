@@ -100,11 +100,25 @@ def test_source_quota_sends_away_as_much_from_every_rank():
     plan = LayerPlan(
         slot_expert=np.concatenate([home, copies], -1),
         home=np.arange(8),
-        quota=np.broadcast_to(np.array([60, 20], np.int32), (2, 4, 2)),
-        load=np.full((2, 4, 8), 10, np.int32),
+        quota=np.broadcast_to(np.array([96, 32], np.int32), (2, 4, 2)),
+        load=np.full((2, 4, 8), 16, np.int32),
     )
     sent = np.asarray(source_quota(plan, topology)).reshape(2, 4, 2, 8).sum(-1)
-    np.testing.assert_array_equal([sent[0, :, 1], sent[1, :, 0]], np.full((2, 4), 20))
+    np.testing.assert_array_equal([sent[0, :, 1], sent[1, :, 0]], np.full((2, 4), 32))
+
+
+def test_source_quota_gives_every_slot_as_many_copies_of_each_rank():
+    """Two copies of one expert divide the tokens of ranks without a copy as their quotas do: 1 to 3."""
+    topology = Topology(num_nodes=1, ranks_per_node=4, num_experts=4, replica_slots=1)
+    plan = LayerPlan(
+        slot_expert=np.array([[[0, EMPTY], [1, EMPTY], [2, EMPTY], [3, 0]]]),
+        home=np.arange(0, 8, 2),
+        quota=np.array([[[100, 0], [0, 0], [0, 0], [0, 300]]]),
+        load=np.array([[[0, 0, 0, 0], [200, 0, 0, 0], [200, 0, 0, 0], [0, 0, 0, 0]]]),
+    )
+    sent = np.asarray(source_quota(plan, topology))[:, 0]
+    np.testing.assert_array_equal(sent[[1, 2], 0, 0], [50, 50])
+    np.testing.assert_array_equal(sent[[1, 2], 3, 1], [150, 150])
 
 
 def test_node_visits_are_those_of_the_copies_slots(replay, batch):

@@ -267,6 +267,9 @@ class Price:
     """One row of a buffer of an exchange, written once and read once."""
     choice: Float[Array, ""] | float = 0.0
     """The choice of a fitted exchange's length at one hop of a layer, in all passes of a micro-batch."""
+    stripe: Float[Array, ""] | float = 0.0
+    """Dealing tokens to the ranks of the node, for one token copy of a rank, in all passes of a micro-batch; 0 if
+    layers are not striped."""
     head: Float[Array, ""] | float = 0.0
     """The output head, for one position of a rank's sequences and one layer's share of it."""
     update: Float[Array, ""] | float = 0.0
@@ -284,6 +287,9 @@ class Price:
     """The exchange of replicas."""
     sequences: str = field(default="packed", metadata={"static": True})
     """``packed`` if sequences hold several samples one after another, ``padded`` if they hold one sample each."""
+    striped: bool = field(default=False, metadata={"static": True})
+    """True if the ranks of a node deal their tokens to each other before dispatch. The load of a plan then says which
+    rank dispatches a token copy (`relibra_jax.routing.striping`)."""
     shared_link: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
     data_parallel: int = field(default=1, metadata={"static": True})

@@ -13,7 +13,14 @@ from typing import Any, Final, NamedTuple
 from relibra_jax.contract.types import Price, Topology
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.routing.exchange_rules import AUTO, PATHS, REPLICA_FETCH, choose_exchange, choose_path
+from relibra_jax.routing.exchange_rules import (
+    AUTO,
+    PATHS,
+    REPLICA_FETCH,
+    choose_exchange,
+    choose_path,
+    choose_striping,
+)
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 COMPUTE_BYTES: Final = 2
@@ -85,6 +92,9 @@ class CostModel:
     what is needed: rows that a rank keeps take no time, although a ragged exchange copies them."""
     fetch: str = AUTO
     """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
+    striped: bool | None = None
+    """Whether the ranks of a node deal their tokens to each other before dispatch. None for the rule of
+    `relibra_jax.routing.exchange_rules.choose_striping`."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -149,8 +159,13 @@ class CostModel:
             "fetch": REPLICA_FETCH,
             "sequences": "packed",
         }
+        striped = (
+            choose_striping(topology.ranks_per_node, self.model.top_k)
+            if self.striped is None
+            else self.striped
+        )
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
-        return dataclasses.replace(self, **chosen)
+        return dataclasses.replace(self, striped=striped and topology.ranks_per_node > 1, **chosen)
 
     def price(
         self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None
@@ -179,6 +194,7 @@ class CostModel:
         expert, dense = float(model.expert_params), float(model.dense_params)
         head = 2.0 * model.width * model.vocabulary / model.moe_layers
         row = self.scale * passes.exchange * number * model.width
+        dealt = row * ((1 - 1 / local) / fast + 2.0 / memory) / model.top_k
         # Of the pieces of an expert that moves, every rank gets one, in each of two exchanges.
         moved = 2.0 * STATE_BYTES * expert
         move = moved * (1 - 1 / nodes) / slow if nodes > 1 else moved * (1 - 1 / local) / fast
@@ -204,6 +220,7 @@ class CostModel:
             push=updates * resident * expert / slow,
             push_inside=updates * resident * expert / fast,
             choice=passes.exchange * cluster.choice_seconds,
+            stripe=dealt if run.striped else 0.0,
             head=self.scale * passes.compute * head / flops,
             update=updates * (reduce + stepped * owned / memory),
             tile=cluster.tile / self.scale,
@@ -212,6 +229,7 @@ class CostModel:
             exchange=run.exchange,
             fetches=run.fetch,
             sequences=run.sequences,
+            striped=bool(run.striped),
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,

@@ -9,6 +9,7 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
                hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
                At each hop, a fitted exchange also costs ``choice``
+    stripe     copies of a rank's tokens x ``stripe``, if the ranks of a node deal tokens to each other before dispatch
     gather     rows of the exchange's buffers x ``gather``
     exposed    time to transfer replicas, less the attention that hides it
 
@@ -44,6 +45,8 @@ class RankTime(NamedTuple):
     """Dispatch and combine between nodes; under flat dispatch, over both networks."""
     inside: Float[Array, "M L N G"]
     """Dispatch and combine inside nodes; 0 under flat dispatch."""
+    stripe: Float[Array, "M L N G"]
+    """Dealing tokens to the ranks of the node, before dispatch and after combine; 0 if layers are not striped."""
     gather: Float[Array, "M L N G"]
     """Reading and writing the buffers of dispatch and combine."""
     fetch: Float[Array, "M L N G"]
@@ -58,7 +61,7 @@ class LayerTime(NamedTuple):
     compute: Float[Array, "M L"]
     """The routed experts."""
     exchange: Float[Array, "M L"]
-    """Dispatch and combine."""
+    """Dispatch and combine, with the dealing of tokens of striped layers."""
     gather: Float[Array, "M L"]
     """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "M L"]
@@ -146,11 +149,14 @@ def rank_time(
     if not cost.hierarchical:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled
+    copies = jnp.asarray(layer_plans.load, jnp.float32).sum(-1)
     return RankTime(
         attention=jnp.broadcast_to(attention[:, None], compute.shape),
         compute=compute,
         between=between,
         inside=inside,
+        # Ranks deal all positions of their sequences, which are equally many on all of them.
+        stripe=jnp.broadcast_to(cost.stripe * copies.max(), compute.shape),
         gather=cost.gather * sent.buffers,
         fetch=fetch_time(layer_plans, topology, cost),
     )
@@ -181,8 +187,8 @@ def layer_time(time: RankTime) -> LayerTime:
         time: the time of every rank.
 
     >>> one = jnp.array([[[[1.0, 2.0]]]])
-    >>> layer_time(RankTime(one, one, one, one, one, 3 * one)).exposed.tolist()
+    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one)).exposed.tolist()
     [[4.0]]
     """
-    attention, compute, between, inside, gather, fetch = (part.max((-2, -1)) for part in time)
-    return LayerTime(attention, compute, between + inside, gather, jnp.maximum(fetch - attention, 0))
+    attention, compute, between, inside, stripe, gather, fetch = (part.max((-2, -1)) for part in time)
+    return LayerTime(attention, compute, between + inside + stripe, gather, jnp.maximum(fetch - attention, 0))

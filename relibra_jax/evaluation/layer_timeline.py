@@ -75,7 +75,7 @@ def layer_timeline(outcome: Outcome, place: tuple[int, int]) -> LayerTimeline:
     return LayerTimeline(
         attention=1e3 * at_place(times.attention),
         experts=1e3 * at_place(times.compute)[:, None] * shares,
-        inside=1e3 / 2 * at_place(inside),
+        inside=1e3 / 2 * (at_place(inside) + at_place(times.stripe)),
         crossing=1e3 / 2 * at_place(between),
         gather=1e3 / 2 * at_place(times.gather),
         transfer=1e3 * at_place(times.fetch),

@@ -84,8 +84,7 @@ class Outcome:
     @column("attn", lambda outcome: f"{outcome.attention_imbalance:.2f}", balanced=lambda _: "1.00")
     def attention_imbalance(self) -> float:
         """Imbalance of tokens over ranks, which attention feels."""
-        tokens = [np.asarray(batch.batch_plan.load.sum(-1)) for batch in self.batches]
-        return float(batch_imbalance(np.concatenate(tokens)))
+        return float(batch_imbalance(np.concatenate([batch.rank_tokens for batch in self.batches])[:, None]))
 
     @column("error", lambda outcome: f"{outcome.forecast_error:.0%}")
     def forecast_error(self) -> float:

@@ -7,18 +7,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
 from relibra_jax.contract.planner import Transitions
-from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.limits import check_memory
 
 
@@ -39,6 +41,12 @@ class PlannedBatch(NamedTuple):
     def lengths(self) -> Int[jax.Array, " B"]:
         """The number of tokens of each sample."""
         return jnp.asarray(self.replay.mask).sum(1, dtype=jnp.int32)
+
+    @property
+    def rank_tokens(self) -> Int[np.ndarray, "M N G"]:
+        """The number of tokens that each rank holds."""
+        sample = np.asarray(self.batch_plan.assignment.sample)
+        return np.where(sample == EMPTY, 0, np.asarray(self.lengths)[np.maximum(sample, 0)]).sum(-1)
 
     @property
     def sequence_length(self) -> float:
@@ -82,6 +90,8 @@ def plan_in_turn(
         batch = count_for_planner(replay, planner, topology, [cost])
         plan = functools.partial(_plan, batch, entry, state, setting, cost=cost, key=assign_key)
         batch_plan, state = plan()
+        if cost.striped:
+            batch_plan = with_striped_load(batch_plan, replay, topology)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes)
         except ValueError as error:

@@ -32,9 +32,11 @@ def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[ja
     Args:
         batch: the batch with its plan.
         topology: the expert-parallel group.
-        cost: the price, of which only the path is used.
+        cost: the price, of which only the path and the striping are used.
     """
-    return node_visits(batch.replay, batch.batch_plan, topology) if cost.hierarchical else None
+    if not cost.hierarchical:
+        return None
+    return node_visits(batch.replay, batch.batch_plan, topology, striped=cost.striped)
 
 
 def count_crossings(
@@ -141,7 +143,7 @@ def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> 
         return load.reshape(*load.shape[:2], topology.num_ranks, topology.num_nodes, -1).sum(-1)
     home = contiguous_homes(topology, load.shape[1])
     plan = _without_replicas(expert_totals(load), jnp.asarray(home), topology)
-    return node_visits(batch.replay, batch.batch_plan._replace(plan=plan), topology)
+    return node_visits(batch.replay, batch.batch_plan._replace(plan=plan), topology, striped=cost.striped)
 
 
 _without_replicas = jax.jit(without_replicas)

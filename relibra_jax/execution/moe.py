@@ -37,6 +37,7 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables
 from relibra_jax.execution.replicas import LayerExperts
+from relibra_jax.execution.stripes import stripe, unstripe
 from relibra_jax.routing.segments import segment_of_row, starts
 
 
@@ -105,12 +106,12 @@ def moe_layer(
     check_tokens("x", x, parallel)
     check_shape("expert_ids", expert_ids.shape, (*x.shape[:-1], expert_ids.shape[-1]))
     check_shape("gates", gates.shape, expert_ids.shape)
-    flat, first = _flat(tables.dispatch), tables.dispatch.place.shape
-    tokens = x.size // x.shape[-1] // parallel.num_ranks
-    if (first[-2], flat.place.shape[-1]) != (tokens, gates.shape[-1]):
+    tokens, top_k = tables.expert_ids.shape[-2:]
+    own = x.size // x.shape[-1] // parallel.num_ranks
+    if (tokens, top_k) != (own, gates.shape[-1]):
         raise ValueError(
-            f"x and expert_ids: a rank has {tokens} tokens with {gates.shape[-1]} experts each, but the layer was"
-            f" prepared for {first[-2]} tokens with {flat.place.shape[-1]} experts"
+            f"x and expert_ids: a rank has {own} tokens with {gates.shape[-1]} experts each, but the layer was"
+            f" prepared for {tokens} tokens with {top_k} experts"
         )
     lead, matrices = (*parallel.data_shape, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
     for name, buffer, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
@@ -128,9 +129,10 @@ def moe_layer(
     )
     def on_rank(x, ids, gates, weights, tables):
         weights, tables = jax.tree.map(lambda leaf: leaf[place], (weights, tables))
-        tokens, ids, scales = (array.reshape(-1, array.shape[-1]) for array in (x, ids, gates))
+        tokens, scales = (array.reshape(len(array), -1, array.shape[-1]) for array in (x, gates))
         out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel, expert_mlp or grouped_mlp)
-        same_ids = (ids.astype(jnp.int32) == tables.expert_ids.astype(jnp.int32)).all()
+        ids = ids.reshape(tables.expert_ids.shape).astype(jnp.int32)
+        same_ids = (ids == tables.expert_ids.astype(jnp.int32)).all()
         return (out * one_or_nan(same_ids, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
     return LayerOutput(*on_rank(x, expert_ids, gates, weights, tables))
@@ -146,12 +148,21 @@ def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
 
 
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, expert_mlp: ExpertMlp):
-    """Run the whole layer on one rank, on ``x[t, D]`` and ``gates[t, K]``."""
+    """Run the whole layer on one rank, on ``x[b, T, D]`` and ``gates[b, T, K]``; return ``[b * T, D]``."""
     dispatch, valid = tables.dispatch, tables.valid
-    flat, exchanges = _flat(dispatch), parallel.token_exchanges(*gates.shape)[0]
+    flat, (sequences, positions, top_k), local = (
+        _flat(dispatch),
+        gates.shape,
+        parallel.topology.ranks_per_node,
+    )
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
+    striped = parallel.is_striped(top_k)
     with jax.named_scope("dispatch"):
+        tokens, scales = (
+            stripe(each, local) if striped else each.reshape(-1, each.shape[-1]) for each in (tokens, scales)
+        )
+        exchanges = parallel.token_exchanges(*scales.shape)[0]
         if isinstance(dispatch, NodeDispatch):
             tokens, scales = cross((tokens, scales), dispatch, exchanges[0])
         rows, scale = send_tokens(tokens, scales, flat, exchanges[-1])
@@ -161,17 +172,22 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     out = combine(computed, flat, exchanges[-1])
     if isinstance(dispatch, NodeDispatch):
         out = cross_back(out, dispatch, exchanges[0])
+    if striped:
+        with jax.named_scope("combine"):
+            out = unstripe(out, local, sequences, positions)
     out, slot_rows = out * one_or_nan(valid, out), flat.group_sizes
     if tables.check is not None:
-        slot_rows = _count_rows(tables, tables.check.slot_expert, exchanges)
+        own_ids = tables.expert_ids.astype(jnp.int32).reshape(sequences, positions, top_k)
+        ids = stripe(own_ids, local, padding=EMPTY) if striped else own_ids.reshape(-1, top_k)
+        slot_rows = _count_rows(ids, tables, tables.check.slot_expert, exchanges)
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
 
 
-def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):
+def _count_rows(ids, tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
-    number, flat = tables.expert_ids.astype(jnp.int32) + 1, _flat(tables.dispatch)
+    number, flat = ids + 1, _flat(tables.dispatch)
     if isinstance(tables.dispatch, NodeDispatch):
         (number,) = cross((number,), tables.dispatch, exchanges[0])
     number = send_copies(number, flat, exchanges[-1])

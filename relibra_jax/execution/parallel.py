@@ -17,7 +17,14 @@ from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_fitted, why_not_remote
-from relibra_jax.routing.exchange_rules import AUTO, PATHS, REPLICA_FETCH, choose_exchange, choose_path
+from relibra_jax.routing.exchange_rules import (
+    AUTO,
+    PATHS,
+    REPLICA_FETCH,
+    choose_exchange,
+    choose_path,
+    choose_striping,
+)
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
 
@@ -30,6 +37,8 @@ class Kinds(NamedTuple):
     """The exchange of tokens."""
     fetch: str
     """The fetch of replicas."""
+    striped: bool
+    """Whether the ranks of a node deal their tokens to each other before dispatch."""
 
 
 @jax.tree_util.register_static
@@ -61,6 +70,9 @@ class ExpertParallel:
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
     if its kernel cannot run."""
+    striped: bool | None = None
+    """Whether the ranks of a node deal their tokens to each other before dispatch, which levels lanes:
+    `relibra_jax.routing.striping`. None stripes if a node has several ranks and a token has at least four experts."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
@@ -145,6 +157,13 @@ class ExpertParallel:
         counted = self.capacities is None or self.capacities.node is not None
         return counted and choose_path(self.topology.num_nodes, top_k) == "hierarchical"
 
+    def is_striped(self, top_k: int) -> bool:
+        """Return whether the ranks of a node deal tokens with ``top_k`` experts to each other before dispatch."""
+        chosen = (
+            choose_striping(self.topology.ranks_per_node, top_k) if self.striped is None else self.striped
+        )
+        return chosen and self.topology.ranks_per_node > 1
+
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
@@ -152,17 +171,19 @@ class ExpertParallel:
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
             exchange=choose_exchange(on_gpu=on_gpu) if self.exchange == AUTO else self.exchange,
             fetch=self._fetch_kind,
+            striped=self.is_striped(top_k),
         )
 
     def token_exchanges(self, num_tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
         """Return the exchanges of tokens, one for each hop, and the number of rows that a rank computes.
 
         Args:
-            num_tokens: the number of tokens on one rank.
+            num_tokens: the number of tokens that one rank dispatches.
             top_k: K, the number of experts of a token.
         """
         sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)
-        path, kind, _ = self.kinds(top_k)
+        kinds = self.kinds(top_k)
+        path, kind = kinds.path, kinds.exchange
         if path == "flat":
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
@@ -194,9 +215,10 @@ class ExpertParallel:
             return
         kinds = self.kinds(top_k)
         replicas = f"; replicas {kinds.fetch}" if self.topology.replica_slots else ""
+        striped = ", striped" if kinds.striped else ""
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
         _print_once(
-            f"relibra_jax, {ranks} ranks on {platform}: tokens {kinds.path}, {kinds.exchange}{replicas}"
+            f"relibra_jax, {ranks} ranks on {platform}: tokens {kinds.path}, {kinds.exchange}{striped}{replicas}"
         )
 
 

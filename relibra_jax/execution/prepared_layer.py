@@ -26,6 +26,7 @@ from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
+from relibra_jax.execution.stripes import stripe
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
 
@@ -109,7 +110,7 @@ def prepare_layer(
     def on_rank(expert_ids, plan):
         with jax.named_scope("prepare_layer"):
             plan = jax.tree.map(lambda leaf: leaf[group], plan)
-            ids = expert_ids.reshape(-1, expert_ids.shape[-1]).astype(jnp.int32)
+            ids = expert_ids.reshape(len(expert_ids), -1, expert_ids.shape[-1]).astype(jnp.int32)
             return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
 
     fetch, tokens = on_rank(expert_ids, plan)
@@ -161,10 +162,12 @@ def prepare_layers(
 
 
 def _prepare_on_rank(
-    ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
+    own_ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
 ) -> tuple[FetchTables | None, TokenTables]:
-    """Return the tables of one rank, from ``ids[t, K]`` and the plan of its group."""
-    topology = parallel.topology
+    """Return the tables of one rank, from ``own_ids[b, T, K]`` and the plan of its group."""
+    topology, ids = parallel.topology, own_ids.reshape(-1, own_ids.shape[-1])
+    if parallel.is_striped(ids.shape[-1]):
+        ids = stripe(own_ids, topology.ranks_per_node, padding=EMPTY)
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     rank_load = _histogram(ids, topology.num_experts)
     if plan.load is None:
@@ -193,7 +196,8 @@ def _prepare_on_rank(
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
         check = RowCheck(slot_expert[node, local], quota[node, local])
-    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, valid, check)
+    own_ids = own_ids.reshape(-1, own_ids.shape[-1]).astype(_signed_dtype(topology.num_experts))
+    return fetch, TokenTables(own_ids, dispatch, valid, check)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

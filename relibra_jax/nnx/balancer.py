@@ -42,7 +42,7 @@ from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host, to_host
+from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host, stripe_on_host, to_host
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
@@ -159,7 +159,10 @@ class Balancer:
     def live(self) -> ExpertParallel:
         """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
         topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
-        return dataclasses.replace(self.parallel, topology=topology, capacities=None, num_sequences=None)
+        # Worst-case lanes are level, so there is nothing that striping could gain.
+        return dataclasses.replace(
+            self.parallel, topology=topology, capacities=None, num_sequences=None, striped=False
+        )
 
     @property
     def state(self) -> BalancerState:
@@ -421,6 +424,8 @@ class Balancer:
             key=key,
             start=self._warm_start,
         )
+        if self.parallel.is_striped(replay.expert_ids.shape[-1]):
+            plans = stripe_on_host(plans, replay, topology)
         check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
         return _Planned(replay, batch, stages, prices, plans, state, next_key, time.perf_counter() - begin)
 
@@ -431,7 +436,13 @@ class Balancer:
         layout, model_times = None, None
         if self.sequences == "packed":
             lengths = planned.replay.mask.sum(1)
-            layout = lay_out_sequences(plan.assignment, lengths, shape=self._sequence_shapes.get(shape))
+            striped = self.parallel.is_striped(planned.replay.expert_ids.shape[-1])
+            layout = lay_out_sequences(
+                plan.assignment,
+                lengths,
+                shape=self._sequence_shapes.get(shape),
+                align=self.parallel.topology.ranks_per_node if striped else 1,
+            )
             self._sequence_shapes[shape] = layout.shape
         sequences = batch_sequences(
             plan.assignment, layout, self.parallel, num_samples=num_samples, num_tokens=num_tokens

@@ -7,6 +7,7 @@ buffers of an update.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,9 +124,11 @@ def count_sizes(
     """
     begin = time.perf_counter()
     visits: list[Int[np.ndarray, "M L P N"] | None] = [None] * len(plans)
-    if parallel.is_hierarchical(replay.expert_ids.shape[-1]):
+    top_k = replay.expert_ids.shape[-1]
+    if parallel.is_hierarchical(top_k):
+        count = functools.partial(node_visits, striped=parallel.is_striped(top_k))
         with on_host():
-            visits = [np.asarray(node_visits(replay, plan, parallel.topology)) for plan in plans]
+            visits = [np.asarray(count(replay, plan, parallel.topology)) for plan in plans]
     grown = dict(capacities)
     for plan, stage_visits in zip(plans, visits, strict=True):
         shape = stage_shape(plan, parallel)

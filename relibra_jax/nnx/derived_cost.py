@@ -132,12 +132,13 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "path": kinds.path,
         "exchange": _priced(kinds.exchange),
         "fetch": _priced(kinds.fetch),
+        "striped": kinds.striped,
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
     # A single group is the default, which a caller need not have thought of.
-    anything = {"data_parallel": 1}
+    anything = {"data_parallel": 1, "striped": None}
     for name, value in runs.items():
         fixed = getattr(cost, name)
         if fixed not in (anything.get(name, AUTO), value):

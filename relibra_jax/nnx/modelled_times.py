@@ -20,6 +20,7 @@ from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import Stage, first_assignment
 from relibra_jax.planning.plan_price import estimate_time
 from relibra_jax.planning.replication import without_replicas
+from relibra_jax.routing.striping import split_evenly
 
 
 class ModelledTimes(NamedTuple):
@@ -72,6 +73,8 @@ def _model_stage(
     moves: bool,
 ) -> ModelledTimes:
     load = assigned_load(batch.sample_load, start)
+    if price.striped:
+        load = split_evenly(load)
     staying = BatchPlan(start, load, without_replicas(expert_totals(load), previous_home, topology))
 
     def model(plan: BatchPlan) -> BatchTime:

@@ -18,6 +18,7 @@ from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.plan_batch import Stage, plan_batch
+from relibra_jax.routing.striping import with_striped_load
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -107,6 +108,24 @@ def plan_on_host(
             start=start,
         )
     return jax.device_get(plans), state
+
+
+def stripe_on_host(
+    plans: Sequence[BatchPlan], replay: RoutingReplay, topology: Topology
+) -> tuple[BatchPlan, ...]:
+    """Give plans the exact load of striped layers, on the host.
+
+    Args:
+        plans: the plan of each stage, searched with an estimate of that load.
+        replay: the routing of all samples.
+        topology: the expert-parallel group.
+    """
+    with on_host():
+        striped = [_with_striped_load(plan, replay, topology) for plan in to_host(tuple(plans))]
+    return tuple(jax.device_get(striped))
+
+
+_with_striped_load = jax.jit(with_striped_load, static_argnames="topology")
 
 
 def check_plans(plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool) -> None:

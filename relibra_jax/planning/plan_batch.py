@@ -26,6 +26,7 @@ from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.batch import Batch, check_counts, count_for_planner, may_be_positive, widen_counts
 from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
 from relibra_jax.planning.starts import start_assignment
+from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 
@@ -108,7 +109,8 @@ def plan_batch(
     Args:
         batch: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts, or the
             counts of its samples, for callers without a replay. Both give the same plan if the counts are those of
-            `relibra_jax.planning.batch.count_batch`.
+            `relibra_jax.planning.batch.count_batch`. Only the routing gives the exact load of striped layers; from
+            counts it is an estimate, for `relibra_jax.routing.striping.with_striped_load` to replace.
         planner: any planner.
         state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
@@ -137,8 +139,8 @@ def plan_batch(
     Raises:
         ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
             stage, if the samples of a stage are not consecutive samples of the batch, if an assignment or ``start``
-            does not fit the topology, if ``cost`` does not have one entry per stage, mixes flat and hierarchical
-            dispatch or has a negative price, if ``rounds`` is negative, or if the planner or ``assign`` rejects its
+            does not fit the topology, if ``cost`` does not have one entry per stage, has stages that differ in path or
+            striping, or has a negative price, if ``rounds`` is negative, or if the planner or ``assign`` rejects its
             input.
 
     >>> import numpy as np
@@ -158,6 +160,7 @@ def plan_batch(
     num_samples = len(batch.mask if isinstance(batch, RoutingReplay) else batch.lengths)
     samples = stage_samples(num_samples, parts)
     prices = _check_prices(cost, len(parts))
+    replay = batch if isinstance(batch, RoutingReplay) else None
     if isinstance(batch, RoutingReplay):
         batch = count_for_planner(batch, planner, topology, prices)
     batch = widen_counts(batch, topology)
@@ -187,6 +190,8 @@ def plan_batch(
             ),
         )
     )
+    if replay is not None and prices[0].striped:
+        plans = tuple(with_striped_load(plan, replay, topology) for plan in plans)
     return plans[0] if single else plans, next_state
 
 
@@ -250,9 +255,10 @@ def _check_prices(cost: Price | Sequence[Price], num_stages: int) -> tuple[Price
     prices = (cost,) * num_stages if isinstance(cost, Price) else tuple(cost)
     if len(prices) != num_stages:
         raise ValueError(f"cost has {len(prices)} entries; it must have one for each of {num_stages} stages")
-    kinds = [price.hierarchical for price in prices]
-    if len(set(kinds)) > 1:
-        raise ValueError(f"cost has hierarchical={kinds}, which must be the same in all stages")
+    for name in ("hierarchical", "striped"):
+        kinds = [getattr(price, name) for price in prices]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"cost has {name}={kinds}, which must be the same in all stages")
     for price in prices:
         _check_price(price)
     return prices

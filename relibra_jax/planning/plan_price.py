@@ -88,13 +88,21 @@ def estimate_time(
         batch.lengths,
         topology,
         price,
-        visits=_estimate_visits(batch, batch_plan, topology) if price.hierarchical else None,
+        visits=_estimate_visits(batch, batch_plan, topology, price.striped) if price.hierarchical else None,
         previous_home=previous_home,
         sequence_length=batch.sequence_length,
     )
 
 
-def _estimate_visits(batch: Batch, batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
+def _mean_of_nodes(counts: Float[jax.Array, "M P ..."], topology: Topology) -> Float[jax.Array, "M P ..."]:
+    """Return the mean over the ranks of each node, for each of them."""
+    by_node = counts.reshape(len(counts), topology.num_nodes, topology.ranks_per_node, *counts.shape[2:])
+    return jnp.broadcast_to(by_node.mean(2, keepdims=True), by_node.shape).reshape(counts.shape)
+
+
+def _estimate_visits(
+    batch: Batch, batch_plan: BatchPlan, topology: Topology, striped: bool
+) -> Float[jax.Array, "M L P N"]:
     """Estimate the tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits` counts them.
 
     Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
@@ -118,6 +126,8 @@ def _estimate_visits(batch: Batch, batch_plan: BatchPlan, topology: Topology) ->
     visits = by_sample[on_node, jnp.arange(nodes)[None, :, None]]  # [M N G*b N L]
     visits = visits.reshape(len(sample), nodes * local, -1, nodes, layers).sum(2)
     own = lengths[sample].sum(-1).reshape(len(sample), nodes * local)
+    if striped:
+        own, visits = (_mean_of_nodes(each, topology) for each in (own, visits))
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, :, :, None]
     visits = jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
     if not topology.resident_slots:

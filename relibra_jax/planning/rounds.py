@@ -26,6 +26,7 @@ from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_price import price_stages
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
+from relibra_jax.routing.striping import split_evenly
 
 
 @functools.partial(
@@ -235,6 +236,8 @@ def _request(
     """Return the load of each stage, and all that the planner may look at."""
     batch = problem.batch
     loads = [assigned_load(batch.sample_load, each) for each in assignments]
+    if problem.prices[0].striped:
+        loads = [split_evenly(load) for load in loads]
     routes = None
     if batch.routes is not None:
         routes = _place_in_stages(batch.routes, assignments, problem.samples)

@@ -10,6 +10,9 @@ AUTO: Final = "auto"
 PATHS: Final = ("flat", "hierarchical")
 REPLICA_FETCH: Final = "padded"
 """The fetch of replicas that ``auto`` chooses."""
+STRIPED_EXPERTS: Final = 4
+"""The least number of experts of a token with which layers are striped by default. To deal a token costs as much inside
+a node as one of its copies."""
 
 
 def choose_exchange(*, on_gpu: bool) -> str:
@@ -25,6 +28,15 @@ def choose_exchange(*, on_gpu: bool) -> str:
     ('fitted', 'padded')
     """
     return "fitted" if on_gpu else "padded"
+
+
+def choose_striping(ranks_per_node: int, top_k: int) -> bool:
+    """Choose whether layers are striped: if nodes have several ranks, and tokens enough experts (`STRIPED_EXPERTS`).
+
+    >>> choose_striping(8, 8), choose_striping(8, 1), choose_striping(1, 8)
+    (True, False, False)
+    """
+    return ranks_per_node > 1 and top_k >= STRIPED_EXPERTS
 
 
 def choose_path(num_nodes: int, top_k: int) -> str:

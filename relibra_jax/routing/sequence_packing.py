@@ -45,6 +45,7 @@ def lay_out_sequences(
     *,
     least_fill: float = LEAST_FILL,
     shape: tuple[int, int] | None = None,
+    align: int = 1,
 ) -> SequenceLayout:
     """Pack the samples of every rank into sequences. Runs on the host.
 
@@ -55,9 +56,11 @@ def lay_out_sequences(
             rank gets one sequence, whose padding is then due to the uneven assignment.
         shape: the ``(r, T)`` of an earlier batch. It is kept if the samples fit and fill the sequences enough, so that
             compiled steps can be reused.
+        align: the number of positions of whose multiples one is the start of each sample, and one the length of
+            sequences. It is G if layers are striped (`relibra_jax.routing.striping`).
 
     Returns:
-        The layout. In each sequence the samples follow one another, and padding comes last.
+        The layout. In each sequence the samples follow one another, apart from alignment, and padding comes last.
 
     Raises:
         ValueError: if ``least_fill`` is not above 0 and at most 1, or if an assigned sample has no entry in
@@ -71,6 +74,7 @@ def lay_out_sequences(
     if not 0 < least_fill <= 1:
         raise ValueError(f"least_fill={least_fill} must be above 0 and at most 1")
     lengths = np.asarray(lengths)
+    rooms = -(-lengths // align) * align
     sample = np.asarray(assignment.sample)
     if sample.max(initial=EMPTY) >= len(lengths):
         raise ValueError(
@@ -80,11 +84,11 @@ def lay_out_sequences(
         [int(index) for index in samples if index != EMPTY]
         for samples in sample.reshape(-1, sample.shape[-1])
     ]
-    tokens = int(sum(lengths[samples].sum() for samples in ranks))
+    tokens = int(sum(rooms[samples].sum() for samples in ranks))
 
     def pack(sequences: int) -> tuple[list[list[list[int]]], int]:
-        packed = [_pack(samples, lengths, sequences) for samples in ranks]
-        return packed, max(1, *(int(lengths[sequence].sum()) for rank in packed for sequence in rank))
+        packed = [_pack(samples, rooms, sequences) for samples in ranks]
+        return packed, max(align, *(int(rooms[sequence].sum()) for rank in packed for sequence in rank))
 
     def is_full(sequences: int, length: int) -> bool:
         return tokens >= least_fill * len(ranks) * sequences * length
@@ -92,34 +96,35 @@ def lay_out_sequences(
     if shape is not None and is_full(*shape):
         packed, longest = pack(shape[0])
         if longest <= shape[1]:
-            return _lay_out(packed, lengths, sample.shape[:-1], *shape)
+            return _lay_out(packed, lengths, rooms, sample.shape[:-1], *shape)
     for sequences in range(max(1, *map(len, ranks)), 0, -1):
         packed, longest = pack(sequences)
         if is_full(sequences, longest):
             break
-    return _lay_out(packed, lengths, sample.shape[:-1], sequences, longest)
+    return _lay_out(packed, lengths, rooms, sample.shape[:-1], sequences, longest)
 
 
-def _pack(samples: list[int], lengths: np.ndarray, sequences: int) -> list[list[int]]:
+def _pack(samples: list[int], rooms: np.ndarray, sequences: int) -> list[list[int]]:
     """Distribute one rank's samples over its sequences, longest first, each to the emptiest sequence."""
     packed: list[list[int]] = [[] for _ in range(sequences)]
     filled = [0] * sequences
-    for index in sorted(samples, key=lambda index: -lengths[index]):
+    for index in sorted(samples, key=lambda index: -rooms[index]):
         emptiest = filled.index(min(filled))
         packed[emptiest].append(index)
-        filled[emptiest] += int(lengths[index])
+        filled[emptiest] += int(rooms[index])
     return packed
 
 
-def _lay_out(packed, lengths, places: tuple[int, ...], sequences: int, length: int) -> SequenceLayout:
+def _lay_out(packed, lengths, rooms, places: tuple[int, ...], sequences: int, length: int) -> SequenceLayout:
     sample = np.full((len(packed), sequences, length), EMPTY, np.int32)
     position = np.zeros_like(sample)
     for rank, rank_sequences in enumerate(packed):
         for sequence, samples in enumerate(rank_sequences):
-            end = 0
+            begin = 0
             for index in samples:
-                begin, end = end, end + int(lengths[index])
+                end = begin + int(lengths[index])
                 sample[rank, sequence, begin:end] = index
                 position[rank, sequence, begin:end] = np.arange(end - begin)
+                begin += int(rooms[index])
     shape = (*places, sequences, length)
     return SequenceLayout(sample.reshape(shape), position.reshape(shape))

@@ -155,7 +155,8 @@ def _rounds(topology: Topology) -> tuple[int, ...]:
 def _parts(supply: Int[jax.Array, "P E"], neighbours: int) -> Int[jax.Array, "groups parts E"]:
     """Return the parts in which neighbouring ranks lay out their supply: the first of every rank, then the second."""
     part = jnp.arange(PARTS, dtype=supply.dtype)[None, :, None]
-    parts = (supply[:, None] // PARTS + (part < supply[:, None] % PARTS)).reshape(-1, neighbours, PARTS, supply.shape[1])
+    parts = supply[:, None] // PARTS + (part < supply[:, None] % PARTS)
+    parts = parts.reshape(-1, neighbours, *parts.shape[1:])
     return jnp.swapaxes(parts, 1, 2).reshape(len(parts), PARTS * neighbours, -1)
 
 
@@ -187,7 +188,10 @@ def _line_starts(amount: Int[jax.Array, "groups runs E"]) -> Int[jax.Array, "gro
 
 
 def _overlap(
-    supply: Int[jax.Array, "P E"], demand: Int[jax.Array, "P E"], expert: Int[jax.Array, " PS"], neighbours: int
+    supply: Int[jax.Array, "P E"],
+    demand: Int[jax.Array, "P E"],
+    expert: Int[jax.Array, " PS"],
+    neighbours: int,
 ) -> Int[jax.Array, "groups slots neighbours"]:
     """Match supply and demand inside each group of neighbouring ranks; copies to each slot from each rank."""
     parts, places = _parts(supply, neighbours), demand.reshape(-1, neighbours, demand.shape[1])

@@ -13,11 +13,12 @@ from jaxtyping import Int
 from relibra_jax.contract.types import EMPTY, BatchPlan, LayerPlan, RoutingReplay, Topology
 from relibra_jax.routing.slots import copy_nodes
 from relibra_jax.routing.split import source_quota
+from relibra_jax.routing.striping import stripe_tokens
 
 
-@functools.partial(jax.jit, static_argnames="topology")
+@functools.partial(jax.jit, static_argnames=("topology", "striped"))
 def node_visits(
-    replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology
+    replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
 ) -> Int[jax.Array, "M L P N"]:
     """Count the distinct tokens that each source rank sends to each node.
 
@@ -29,6 +30,7 @@ def node_visits(
         replay: the routing of the samples of the batch.
         batch_plan: the plan that was made for the replay.
         topology: the expert-parallel group.
+        striped: whether layers are striped, and the load of the plan as well (`relibra_jax.routing.striping`).
 
     Returns:
         int32 tokens for every micro-batch, layer, flat source rank and node. The entry of the source's own node counts
@@ -39,14 +41,14 @@ def node_visits(
     def one_micro_batch(inputs):
         sample, plans = inputs
         sample = sample.reshape(topology.num_ranks, -1)
-        real_token = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
-        routes = jnp.moveaxis(ids[sample].reshape(*real_token.shape, *ids.shape[2:]), 2, 0)
+        real_token, routes = mask[sample] & (sample != EMPTY)[..., None], jnp.moveaxis(ids[sample], 3, 0)
 
         def one_layer(inputs):
             routes, plan = inputs
-            return _layer_visits(
-                jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY), plan, topology
-            )
+            routes = jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY)
+            if striped:
+                routes = stripe_tokens(routes, topology, padding=EMPTY)
+            return _layer_visits(routes.reshape(len(routes), -1, routes.shape[-1]), plan, topology)
 
         return jax.lax.map(one_layer, (routes, plans))
 

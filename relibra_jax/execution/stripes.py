@@ -1,0 +1,51 @@
+"""The all-to-all with which the ranks of a node deal their tokens to each other, and its inverse.
+
+`relibra_jax.routing.striping` says why, and which rank dispatches which token. Everything here runs on one rank, inside
+shard_map.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Shaped
+
+from relibra_jax.execution.mesh import LOCAL
+from relibra_jax.routing.striping import pad_positions
+
+
+def stripe(
+    tokens: Shaped[jax.Array, "b T d"], local: int, *, padding: int = 0
+) -> Shaped[jax.Array, "dealt d"]:
+    """Deal the tokens of this rank's sequences to the ranks of its node.
+
+    Args:
+        tokens: the values of the tokens.
+        local: G, the number of ranks of a node.
+        padding: the value that fills sequences up to a multiple of G positions.
+
+    Returns:
+        The values of the tokens that this rank dispatches, ``b * ceil(T / G) * G`` of them.
+    """
+    tokens = pad_positions(tokens, local, axis=1, padding=padding)
+    sequences, positions, width = tokens.shape
+    parts = jnp.moveaxis(tokens.reshape(sequences, -1, local, width), 2, 0)
+    return jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True).reshape(sequences * positions, width)
+
+
+def unstripe(
+    values: Shaped[jax.Array, "dealt d"], local: int, sequences: int, positions: int
+) -> Shaped[jax.Array, "t d"]:
+    """Bring values of dispatched tokens back to the ranks that hold them: the inverse of `stripe`.
+
+    Args:
+        values: a value for each token that this rank dispatches.
+        local: G, the number of ranks of a node.
+        sequences: b, the number of sequences of this rank.
+        positions: T, the number of positions of a sequence.
+
+    Returns:
+        The values of this rank's own tokens, ``[b * T, d]``.
+    """
+    width = values.shape[-1]
+    parts = values.reshape(local, sequences, -1, width)
+    own = jnp.moveaxis(jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True), 0, 2)
+    return own.reshape(sequences, -1, width)[:, :positions].reshape(-1, width)

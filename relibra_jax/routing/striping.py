@@ -1,0 +1,96 @@
+"""Striping: the ranks of a node deal their tokens to each other before dispatch, so that lanes are level.
+
+A rank holds whole samples, and the tokens of a sample prefer some experts. Its lanes are therefore uneven, and an
+exchange lasts as long as its longest lane. If layers are striped, the token at position i of its sequence is dispatched
+by the local rank ``i mod G`` of its node, so that every rank dispatches a like mixture of all tokens of the node. Ranks
+deal tokens with an all-to-all of equal parts inside the node, which needs no table, and deal results back with another.
+(Striped Attention, arXiv 2311.09431, deals tokens in the same way, for causal attention.)
+
+The load of a striped plan says which rank *dispatches* a token copy, not which one holds its sample.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from relibra_jax.contract.replay import assigned_load, sample_load
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, RoutingReplay, Topology
+
+
+def split_evenly(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L N G E"]:
+    """Split the load of each node evenly over its ranks: an estimate of `striped_load` from the counts of samples.
+
+    Args:
+        load: token copies by the rank that holds them.
+
+    >>> split_evenly(jnp.array([[[[[5, 0], [2, 1]]]]])).tolist()
+    [[[[[3, 1], [4, 0]]]]]
+    """
+    local, experts = load.shape[-2:]
+    rounding = (np.arange(local)[:, None] + np.arange(experts)) % local
+    in_node = jnp.asarray(load).sum(-2, keepdims=True, dtype=jnp.int32)
+    return (in_node + rounding[None, None, None].astype(np.int32)) // local
+
+
+def striped_load(
+    replay: RoutingReplay, assignment: Assignment, topology: Topology
+) -> Int[jax.Array, "M L N G E"]:
+    """Count the token copies that every rank dispatches to every expert, if layers are striped. Works under jit.
+
+    Args:
+        replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
+        assignment: the samples of each rank in each micro-batch.
+        topology: the expert-parallel group.
+
+    Returns:
+        The load, int32, in token copies. Its sum over the ranks of a node is that of `relibra_jax.expert_load`.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
+    >>> replay = RoutingReplay(np.array([[[[0]], [[1]], [[0]]]]), np.ones((1, 3), bool))
+    >>> striped_load(replay, Assignment(np.array([[[[0], [-1]]]])), topology).tolist()
+    [[[[[2, 0], [0, 1]]]]]
+    """
+    local, experts = topology.ranks_per_node, topology.num_experts
+    ids = jnp.asarray(replay.expert_ids, jnp.int32)
+    rank = jnp.arange(ids.shape[1], dtype=jnp.int32) % local
+    by_rank = RoutingReplay(ids + experts * rank[None, :, None, None], replay.mask)
+    sample = jnp.asarray(assignment.sample)
+    nodes = Assignment(sample.reshape(*sample.shape[:2], 1, -1))
+    load = assigned_load(sample_load(by_rank, num_experts=local * experts), nodes)
+    return load.reshape(*load.shape[:3], local, experts)
+
+
+def with_striped_load(batch_plan: BatchPlan, replay: RoutingReplay, topology: Topology) -> BatchPlan:
+    """Return a plan with its exact striped load, in place of the estimate with which it was searched."""
+    return batch_plan._replace(load=striped_load(replay, batch_plan.assignment, topology))
+
+
+def stripe_tokens(
+    tokens: Shaped[Array, "P b T *rest"], topology: Topology, *, padding: int
+) -> Shaped[jax.Array, "P t *rest"]:
+    """Return the tokens that each rank dispatches, in their order on that rank, if layers are striped.
+
+    Args:
+        tokens: an entry for each token of each rank's b sequences of T positions.
+        topology: the expert-parallel group.
+        padding: the entry that fills sequences up to a multiple of G positions.
+    """
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    tokens = pad_positions(tokens, local, axis=2, padding=padding)
+    rest = tokens.shape[3:]
+    dealt = tokens.reshape(nodes, local, tokens.shape[1], -1, local, *rest)  # [N, from, b, turn, to]
+    return jnp.moveaxis(dealt, 4, 1).reshape(nodes * local, -1, *rest)
+
+
+def pad_positions(
+    tokens: Shaped[Array, "..."], multiple: int, *, axis: int, padding: int
+) -> Shaped[jax.Array, "..."]:
+    """Fill an axis of token positions up to a multiple."""
+    width = [(0, 0)] * tokens.ndim
+    width[axis] = (0, -tokens.shape[axis] % multiple)
+    return (
+        jnp.pad(jnp.asarray(tokens), width, constant_values=padding)
+        if width[axis][1]
+        else jnp.asarray(tokens)
+    )
