@@ -193,6 +193,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         fetch="padded",
         compute_bytes=4,
         sequences="padded",
+        striped=False,
     )
 
 

@@ -1,4 +1,7 @@
-"""Tests that packed sequences compute the same as padded ones: log-probabilities, gradients and rows of slots."""
+"""Tests that packed sequences compute the same as padded ones: log-probabilities, gradients and rows of slots.
+
+The layers of packed sequences are striped as well, those of padded ones are not.
+"""
 
 import dataclasses
 import functools
@@ -39,7 +42,7 @@ def mesh():
 def prepared(pack_sequences):
     model = make_model(CONFIG, TOPOLOGY, mesh=mesh(), key=jax.random.key(0))
     options = {"num_layers": 2, "num_micro_batches": MICRO_BATCHES, "key": jax.random.key(1)}
-    parallel = ExpertParallel(mesh=mesh(), topology=TOPOLOGY, check_rows=True)
+    parallel = ExpertParallel(mesh=mesh(), topology=TOPOLOGY, check_rows=True, striped=pack_sequences)
     sequences = "packed" if pack_sequences else "padded"
     balancer = Balancer(relibra(), parallel, sequences=sequences, **options)
     return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
@@ -86,7 +89,8 @@ def test_packed_sequences_give_the_results_of_padded_sequences():
 def test_packed_sequences_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
-    assert (segments != EMPTY).mean() >= 0.95
+    most_aligned = SAMPLES * (TOPOLOGY.ranks_per_node - 1)
+    assert (segments != EMPTY).sum() + most_aligned >= 0.95 * segments.size
     actual = {
         (int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY
     }

@@ -58,7 +58,7 @@ def check_plan(
 
     Args:
         plan: the plan to check.
-        load: the token copies for which it was made, on the rank where their token is.
+        load: the token copies for which it was made, on the rank that dispatches their token.
         topology: the expert-parallel group.
         across_nodes: True if a replica may be in a node that holds its expert neither at home nor as a resident.
 

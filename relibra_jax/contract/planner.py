@@ -63,7 +63,7 @@ class PlanRequest(NamedTuple):
     """
 
     load: Int[Array, "M L N G E"]
-    """The token copies of each expert, on the rank where their token is."""
+    """The token copies of each expert, on the rank that dispatches their token."""
     routes: PlacedRoutes | None = None
     """The routes of sampled tokens. None if they are unknown, or if nothing is paid for crossings."""
     transitions: Transitions | None = None

@@ -174,8 +174,8 @@ class LayerPlan(NamedTuple):
     quota: Int[Array, "*stack N G S"]
     """The number of token copies that each slot computes."""
     load: Int[Array, "*stack N G E"] | None
-    """Token copies of each expert, on the rank where their token is. None if the plan was made for other routing, for
-    example for live routing: the step then counts the load itself and refits the quotas to it."""
+    """Token copies of each expert, on the rank that dispatches their token. None if the plan was made for other
+    routing, for example for live routing: the step then counts the load itself and refits the quotas to it."""
 
     def layer(self, index: Any) -> "LayerPlan":
         """Return element ``index`` of the first stacked axis, for example one layer of a micro-batch's layer plans."""
@@ -195,7 +195,8 @@ class BatchPlan(NamedTuple):
     assignment: Assignment
     """The samples that each rank holds in each micro-batch."""
     load: Int[Array, "M L N G E"]
-    """Token copies of each expert, on the rank where their token is."""
+    """Token copies of each expert, on the rank that dispatches their token: the one that holds it, or another one of
+    its node if layers are striped (`relibra_jax.routing.striping`)."""
     plan: Plan
     """The plan that was made for ``load``."""
 

@@ -157,7 +157,7 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     )
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
-    striped = parallel.is_striped(top_k)
+    striped = parallel.is_striped
     with jax.named_scope("dispatch"):
         tokens, scales = (
             stripe(each, local) if striped else each.reshape(-1, each.shape[-1]) for each in (tokens, scales)

@@ -4,6 +4,7 @@ Tokens are sharded over all ranks along their first axis, so the caller's model 
 ``[B, ..., D]``, and every rank of every group holds ``B / ranks`` sequences of it, in flat order.
 """
 
+import dataclasses
 import functools
 import math
 import sys
@@ -72,7 +73,9 @@ class ExpertParallel:
     if its kernel cannot run."""
     striped: bool | None = None
     """Whether the ranks of a node deal their tokens to each other before dispatch, which levels lanes:
-    `relibra_jax.routing.striping`. None stripes if a node has several ranks and a token has at least four experts."""
+    `relibra_jax.routing.striping`. The plan's load must then be the striped one. A `relibra_jax.nnx.Balancer`, which
+    sees to that, replaces None by the rule of `relibra_jax.routing.exchange_rules.choose_striping`. Layers themselves
+    take None for False."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
@@ -157,12 +160,16 @@ class ExpertParallel:
         counted = self.capacities is None or self.capacities.node is not None
         return counted and choose_path(self.topology.num_nodes, top_k) == "hierarchical"
 
-    def is_striped(self, top_k: int) -> bool:
-        """Return whether the ranks of a node deal tokens with ``top_k`` experts to each other before dispatch."""
-        chosen = (
-            choose_striping(self.topology.ranks_per_node, top_k) if self.striped is None else self.striped
-        )
-        return chosen and self.topology.ranks_per_node > 1
+    @property
+    def is_striped(self) -> bool:
+        """Whether the ranks of a node deal tokens to each other before dispatch."""
+        return bool(self.striped) and self.topology.ranks_per_node > 1
+
+    def with_striping(self, top_k: int) -> "ExpertParallel":
+        """Return these settings with ``striped`` chosen for tokens with ``top_k`` experts, if it is None."""
+        if self.striped is not None:
+            return self
+        return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
@@ -171,7 +178,7 @@ class ExpertParallel:
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
             exchange=choose_exchange(on_gpu=on_gpu) if self.exchange == AUTO else self.exchange,
             fetch=self._fetch_kind,
-            striped=self.is_striped(top_k),
+            striped=self.is_striped,
         )
 
     def token_exchanges(self, num_tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:

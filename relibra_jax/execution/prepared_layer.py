@@ -166,7 +166,7 @@ def _prepare_on_rank(
 ) -> tuple[FetchTables | None, TokenTables]:
     """Return the tables of one rank, from ``own_ids[b, T, K]`` and the plan of its group."""
     topology, ids = parallel.topology, own_ids.reshape(-1, own_ids.shape[-1])
-    if parallel.is_striped(ids.shape[-1]):
+    if parallel.is_striped:
         ids = stripe(own_ids, topology.ranks_per_node, padding=EMPTY)
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     rank_load = _histogram(ids, topology.num_experts)

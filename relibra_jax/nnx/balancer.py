@@ -57,6 +57,8 @@ class _Planned(NamedTuple):
 
     replay: RoutingReplay
     batch: Batch
+    parallel: ExpertParallel
+    """The settings with which layers run, with striping chosen."""
     stages: Sequence[Stage]
     prices: Sequence[Price]
     plans: Sequence[BatchPlan]
@@ -280,7 +282,7 @@ class Balancer:
         with jax.profiler.TraceAnnotation("plan"):
             planned = self._plan_replay(replay, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
-            sizes = count_sizes(planned.replay, planned.plans, self._capacities, self.parallel)
+            sizes = count_sizes(planned.replay, planned.plans, self._capacities, planned.parallel)
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
             put_on_mesh(model, optimizer, mesh)
@@ -424,28 +426,30 @@ class Balancer:
             key=key,
             start=self._warm_start,
         )
-        if self.parallel.is_striped(replay.expert_ids.shape[-1]):
+        parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
+        if parallel.is_striped:
             plans = stripe_on_host(plans, replay, topology)
         check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
-        return _Planned(replay, batch, stages, prices, plans, state, next_key, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 
     def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""
-        plan, shape = planned.plans[number], stage_shape(planned.plans[number], self.parallel)
+        plan, parallel = planned.plans[number], planned.parallel
+        shape = stage_shape(plan, parallel)
         num_samples, num_tokens = planned.replay.mask.shape
         layout, model_times = None, None
         if self.sequences == "packed":
             lengths = planned.replay.mask.sum(1)
-            striped = self.parallel.is_striped(planned.replay.expert_ids.shape[-1])
             layout = lay_out_sequences(
                 plan.assignment,
                 lengths,
                 shape=self._sequence_shapes.get(shape),
-                align=self.parallel.topology.ranks_per_node if striped else 1,
+                align=parallel.topology.ranks_per_node if parallel.is_striped else 1,
             )
             self._sequence_shapes[shape] = layout.shape
         sequences = batch_sequences(
-            plan.assignment, layout, self.parallel, num_samples=num_samples, num_tokens=num_tokens
+            plan.assignment, layout, parallel, num_samples=num_samples, num_tokens=num_tokens
         )
         if not self._for_balance:
             model_times = functools.partial(
@@ -454,7 +458,7 @@ class Balancer:
                 planned.batch,
                 planned.stages[number],
                 planned.prices[number],
-                self.parallel.topology,
+                parallel.topology,
                 previous_home=self._home,
                 moves=number == 0,
             )
@@ -467,7 +471,7 @@ class Balancer:
             model_times=model_times,
         )
         parallel = dataclasses.replace(
-            self.parallel, capacities=sizes.capacities[shape], num_sequences=sequences.samples.shape[1]
+            parallel, capacities=sizes.capacities[shape], num_sequences=sequences.samples.shape[1]
         )
         plan = jax.tree.map(functools.partial(replicate, mesh=parallel.mesh), plan)
         return PreparedBatch(

@@ -124,9 +124,8 @@ def count_sizes(
     """
     begin = time.perf_counter()
     visits: list[Int[np.ndarray, "M L P N"] | None] = [None] * len(plans)
-    top_k = replay.expert_ids.shape[-1]
-    if parallel.is_hierarchical(top_k):
-        count = functools.partial(node_visits, striped=parallel.is_striped(top_k))
+    if parallel.is_hierarchical(replay.expert_ids.shape[-1]):
+        count = functools.partial(node_visits, striped=parallel.is_striped)
         with on_host():
             visits = [np.asarray(count(replay, plan, parallel.topology)) for plan in plans]
     grown = dict(capacities)

@@ -127,7 +127,8 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     Raises:
         ValueError: if a field is fixed to something else than what runs.
     """
-    kinds = parallel.kinds(cost.model.top_k)
+    top_k = cost.model.top_k
+    kinds = parallel.with_striping(top_k).kinds(top_k)
     runs: dict[str, Any] = {
         "path": kinds.path,
         "exchange": _priced(kinds.exchange),

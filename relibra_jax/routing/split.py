@@ -95,7 +95,7 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
 
     Args:
         plan: one layer plan. Its own load is not read.
-        load: token copies of each expert, on the rank where their token is.
+        load: token copies of each expert, on the rank that dispatches their token.
         topology: the expert-parallel group.
 
     Returns:
