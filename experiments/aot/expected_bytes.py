@@ -8,6 +8,7 @@
     replicas   bfloat16. They are fetched, fetched again in the backward pass, and their gradients return. In the padded
                fetch a rank sends its exports and its R slots in pieces, however often an expert is copied. A fetch by a
                kernel sends nothing; only the gradients return, padded
+    stripes    every token and its gates, dealt inside the node as often as tokens are sent
     push       bfloat16, once per update for all layers: exports to pieces, pieces to nodes, pieces to slots
     return     the same in the other direction, in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
@@ -48,6 +49,11 @@ def expected_sent(
         out, back = (rows.send, rows.receive) if ragged else ((ranks - 1) * rows.pair,) * 2
         total["tokens", axes] = runs * (3 * out + 2 * back) * model.width * 2
         total["gates", axes] = runs * (2 * out + back) * gates * 4
+    if parallel.is_striped:
+        dealt = model.tokens * (local - 1) / local
+        values: dict[Content, int] = {"tokens": 5 * model.width * 2, "gates": 3 * model.top_k * 4}
+        for content, size in values.items():
+            total[content, "local"] = total.get((content, "local"), 0) + runs * dealt * size
     matrices = 3 * model.width * model.expert_width
     if slots := topology.replica_slots:
         experts: float = 3 * (sizes.exports + slots) * (local - 1) / local

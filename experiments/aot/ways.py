@@ -12,7 +12,8 @@ from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 type Way = Literal["auto", "padded", "hierarchical padded", "ragged"]
 """The exchange settings of a program. ``auto`` is what `ExpertParallel` chooses on 2 GPU nodes: hierarchical and
-fitted, with the padded replica fetch. ``padded`` is flat. ``ragged`` is hierarchical, and fetches replicas likewise."""
+fitted, with the padded replica fetch. ``padded`` is flat. ``ragged`` is hierarchical, and fetches replicas likewise.
+All are striped, as a Balancer chooses."""
 
 MODEL: Final = Model()
 TOPOLOGY: Final = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -40,7 +41,7 @@ def parallel_of(
         exchange=way.split()[-1],
         fetch=way.split()[-1],
         implementation="mosaic",
-    )
+    ).with_striping(MODEL.top_k)
 
 
 def capacities_of(topology: Topology, layers: int) -> Capacities:
