@@ -66,12 +66,16 @@ def _miniature(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
     settings, names = kept["settings"], {"forced balanced": "balanced"}
     nodes, ranks = settings["grid"]
     where = f"{WHOLE_UPDATES} of {nodes}x{ranks} ranks, {settings['micro_batches']} micro-batches, {kept['trace']}"
-    seconds: dict[str, dict[str, float]] = {exchange: {} for exchange in settings["exchanges"]}
-    runs = contenders(settings["replica_slots"], tuple(settings["exchanges"]))
-    for name, row in kept["rows"].items():
-        exchange = runs[name].exchange
-        name = name.removesuffix(f", {exchange}")
-        seconds[exchange][names.get(name, name.lower())] = float(np.median(row["seconds"]))
+    seconds: dict[str, dict[str, float]] = {}
+    for exchange in settings["exchanges"]:
+        runs = contenders(settings["replica_slots"], (exchange,))
+        seconds[exchange] = {
+            names.get(label := name.removesuffix(f", {exchange}"), label.lower()): float(
+                np.median(row["seconds"])
+            )
+            for name, row in kept["rows"].items()
+            if name in runs
+        }
     return [
         (where if exchange == AUTO else f"{where}, {exchange} exchange", each)
         for exchange, each in seconds.items()

@@ -9,14 +9,13 @@ from typing import Any, Final
 from rich.console import Console
 
 from experiments.miniature.cluster import Miniature, rate_of
-from experiments.miniature.contenders import contenders, draw_batches
+from experiments.miniature.contenders import EXCHANGES, contenders, draw_batches
 from experiments.miniature.launch import run_on_ranks
 from experiments.miniature.report import agreement, describe_machine, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
 from experiments.program import TraceName
 from relibra_jax.cost.models import MODELS
-from relibra_jax.execution.exchange import KINDS
 from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
@@ -56,7 +55,8 @@ class Compare:
     path: str = "auto"
     """The path of tokens: auto, flat or hierarchical."""
     exchanges: tuple[str, ...] = (AUTO,)
-    """The kinds of token exchange, each of which all contenders run: auto first, then padded, fitted or emulated."""
+    """The exchanges of tokens, each of which all contenders run: auto first, then padded, fitted, emulated, or one of
+    them as in "fitted, not striped"."""
     contenders: tuple[str, ...] = ()
     """The names of the runs to compare with the forced balanced run. Without any, all are compared."""
     repeats: int = 5
@@ -78,8 +78,8 @@ def compare(options: Compare) -> int:
         raise ValueError(f"twin={options.twin!r}: no such twin{suggest_names(options.twin, TWINS)}")
     check_integer("repeats", options.repeats, least=1)
     check_integer("replica_slots", options.replica_slots, least=0)
-    if options.exchanges[:1] != (AUTO,) or set(options.exchanges) - {AUTO, *KINDS}:
-        raise ValueError(f"exchanges={options.exchanges} must be auto, then any of {', '.join(KINDS)}")
+    if options.exchanges[:1] != (AUTO,) or set(options.exchanges) - set(EXCHANGES):
+        raise ValueError(f"exchanges={options.exchanges} must be {AUTO}, then any of {list(EXCHANGES)[1:]}")
     names = contenders(options.replica_slots, options.exchanges)
     if unknown := set(options.contenders) - set(names):
         raise ValueError(f"contenders={sorted(unknown)} are not among {', '.join(names)}")

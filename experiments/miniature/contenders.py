@@ -1,6 +1,6 @@
 """The compared runs, each prepared by `relibra_jax.nnx.Balancer` and trained as the Flax guide trains."""
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.evaluation.variants import with_samples_assigned
+from relibra_jax.execution.exchange import KINDS
 from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_gradients, expert_mesh
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.routing.exchange_rules import AUTO
@@ -35,6 +36,16 @@ class Contender(NamedTuple):
     """Whether routing is replaced by even routing."""
     exchange: str = AUTO
     """The kind of token exchange."""
+    striped: bool | None = None
+    """Whether the ranks of a node deal tokens to each other before dispatch; None for the balancer's rule."""
+
+
+EXCHANGES: Final[dict[str, dict[str, Any]]] = {
+    AUTO: {},
+    **{kind: {"exchange": kind} for kind in KINDS},
+    **{f"{kind}, not striped": {"exchange": kind, "striped": False} for kind in KINDS},
+}
+"""The exchanges of tokens that a run can have, by name: settings of `Contender`."""
 
 
 def contenders(replica_slots: int, exchanges: tuple[str, ...] = (AUTO,)) -> dict[str, Contender]:
@@ -42,13 +53,14 @@ def contenders(replica_slots: int, exchanges: tuple[str, ...] = (AUTO,)) -> dict
 
     Args:
         replica_slots: the number of replica slots of a rank, for all planners that replicate.
-        exchanges: the kinds of token exchange, each of which all planners run. Names have all but ``auto``.
+        exchanges: the exchanges of tokens, names of `EXCHANGES`, each of which all planners run. The names of runs have
+            all but ``auto``.
 
     >>> [name for name in contenders(1, ("auto", "fitted")) if "static" in name]
     ['static', 'static, fitted']
     """
     return {
-        name if exchange == AUTO else f"{name}, {exchange}": each._replace(exchange=exchange)
+        name if exchange == AUTO else f"{name}, {exchange}": each._replace(**EXCHANGES[exchange])
         for exchange in exchanges
         for name, each in _contenders(replica_slots).items()
     }
@@ -66,13 +78,13 @@ def _contenders(replica_slots: int) -> dict[str, Contender]:
             f"ReLibra, {number} resident{'s' * (number > 1)}": Contender(assigned, replica_slots, number)
             for number in (1, 2)
         },
-        BALANCED: Contender(PLANNERS["static"], even=True),
+        BALANCED: Contender(PLANNERS["static"], even=True, striped=False),
     }
 
 
 MEETINGS: Final = 4
 """The times that ranks wait for each other at a hop of a layer: dispatch and combine, forward and backward. Rows and
-weights of a dispatch go one right after the other."""
+weights of a dispatch go one right after the other. To deal tokens is one more hop."""
 FETCHES: Final = 2
 """The times that ranks wait for each other to fetch replicas in a layer, and to return their gradients."""
 CROSSINGS: Final = 4
@@ -174,6 +186,7 @@ class Run:
             topology=topology,
             path=path,
             exchange=contender.exchange,
+            striped=contender.striped,
             across_nodes=entry.across_nodes,
         )
         self.model, self.optimizer = make_policy(sizes, topology)
@@ -214,7 +227,7 @@ class Run:
         price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
-        hops = 2 if price.hierarchical and topology.ranks_per_node > 1 else 1
+        hops = (2 if price.hierarchical and topology.ranks_per_node > 1 else 1) + price.striped
         meetings = MEETINGS * hops + FETCHES * (topology.replica_slots > 0)
         micro_batches, layers = plan.load.shape[:2]
         parts = {part: float(value) for part, value in time.parts().items()}

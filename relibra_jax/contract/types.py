@@ -24,6 +24,7 @@ load             the number of token copies, an integer
 quota            the number of token copies that one slot computes
 dispatch         sending token copies to the slots that compute them
 combine          sending the results back and summing them, weighted by the gate
+striped          of layers: the ranks of a node deal their tokens to each other in turn before dispatch
 crossing         one transfer to another node: of a token copy (flat dispatch), or of a token (hierarchical dispatch)
 placement        the map from experts to home slots; to *reorder* is to change it between two batches
 replicate        to add replicas inside a batch
