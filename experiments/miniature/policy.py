@@ -1,4 +1,9 @@
-"""The trained model of the miniature: blocks of attention and experts, in the way of the Flax guide."""
+"""The trained model of the miniature: blocks of attention and experts, in the way of the Flax guide.
+
+XLA sums the gradients of every dense array over all ranks. On GPUs it combines such sums; on CPUs each array has one of
+its own, which takes a small cluster longer than its bytes do. A block therefore has few dense arrays: one of attention,
+and the router.
+"""
 
 import dataclasses
 from typing import Final
@@ -42,13 +47,15 @@ class Attention(nnx.Module):
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         self.head_width = sizes.head_width
-        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
-        self.project = nnx.Linear(sizes.width, 3 * sizes.width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(sizes.width, sizes.width, use_bias=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(sizes.width, use_scale=False, rngs=rngs)
+        width = sizes.width
+        # Of queries, keys and values, and of the output.
+        self.weights = nnx.Param(jax.random.normal(rngs.params(), (width, 4 * width)) * width**-0.5)
 
     def __call__(self, x, packing: SequencePacking, mesh: Mesh):
         """Apply attention to ``x[sequences, T, D]``, on each rank to its own sequences."""
-        heads = self.project(self.norm(x)).reshape(*x.shape[:2], 3, -1, self.head_width)
+        inward, outward = jnp.split(self.weights[...], [3 * x.shape[-1]], axis=1)
+        heads = (self.norm(x) @ inward).reshape(*x.shape[:2], 3, -1, self.head_width)
 
         def on_rank(heads, segments, positions):
             query, key, value = jnp.moveaxis(heads.reshape(-1, *heads.shape[2:]), 1, 0)
@@ -62,16 +69,16 @@ class Attention(nnx.Module):
 
         spec = jax.P(RANKS)
         run = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return self.out(run(heads, *packing).reshape(x.shape))
+        return run(heads, *packing).reshape(x.shape) @ outward
 
 
 class Block(nnx.Module):
     """Attention, then experts."""
 
     def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
-        gating = dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k)
+        gating = dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k, router_bias=False)
         self.attention = Attention(sizes, rngs)
-        self.norm = nnx.RMSNorm(sizes.width, rngs=rngs)
+        self.norm = nnx.RMSNorm(sizes.width, use_scale=False, rngs=rngs)
         self.experts = MoELayer(topology, sizes.width, sizes.expert_width, gating, rngs=rngs)
 
     def __call__(self, x, expert_ids, packing: SequencePacking, layer, parallel: ExpertParallel):
