@@ -46,6 +46,8 @@ from relibra_jax.nnx import (
     set_homes,
 )
 from relibra_jax.nnx import balancer as balancer_module
+from relibra_jax.nnx.derived_cost import derive_cost
+from relibra_jax.routing.exchange_rules import AUTO, exchange_choices
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
@@ -54,6 +56,7 @@ IN_ORDER = {"assign": None, "num_layers": LAYERS, "num_micro_batches": MICRO_BAT
 EPLB = eplb()
 REORDERING = relibra(place=functools.partial(place_experts, steps=20))
 ASSIGN = functools.partial(assign_samples, steps=10)
+GPU_CHOICES = exchange_choices(on_gpu=True)
 
 
 class Stack(nnx.Module):
@@ -205,6 +208,20 @@ def test_prepare_assigns_samples_unless_assign_is_none():
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
     assert (sample.ravel() != np.asarray(Run(static()).prepare().batch_plan.assignment.sample).ravel()).any()
+
+
+@pytest.mark.parametrize(("choice_seconds", "expected"), [(0.0, "fitted"), (1.0, "padded")])
+def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_seconds, expected):
+    """Where a choice of a length costs more than the rows that it saves, exchanges are padded."""
+    on_gpus = property(lambda parallel: GPU_CHOICES if parallel.exchange == AUTO else (parallel.exchange,))
+    monkeypatch.setattr(ExpertParallel, "exchange_choices", on_gpus)
+    run = Run()
+    cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
+    cluster = dataclasses.replace(cost.cluster, choice_seconds=choice_seconds)
+    run = Run(options=IN_ORDER | {"cost": dataclasses.replace(cost, cluster=cluster)})
+    batch = run.prepare()
+    assert batch.parallel.exchange == run.balancer.cost.exchange == expected
+    assert expected in str(batch.parallel.kinds(TOP_K))
 
 
 def counts_of(number):

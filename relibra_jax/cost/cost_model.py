@@ -17,9 +17,9 @@ from relibra_jax.routing.exchange_rules import (
     AUTO,
     PATHS,
     REPLICA_FETCH,
-    choose_exchange,
     choose_path,
     choose_striping,
+    exchange_choices,
 )
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
@@ -155,7 +155,7 @@ class CostModel:
         path = choose_path(topology.num_nodes, self.model.top_k) if self.path == AUTO else self.path
         kinds = {
             "path": path,
-            "exchange": choose_exchange(on_gpu=True),
+            "exchange": exchange_choices(on_gpu=True)[0],
             "fetch": REPLICA_FETCH,
             "sequences": "packed",
         }

@@ -22,9 +22,9 @@ from relibra_jax.routing.exchange_rules import (
     AUTO,
     PATHS,
     REPLICA_FETCH,
-    choose_exchange,
     choose_path,
     choose_striping,
+    exchange_choices,
 )
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 
@@ -66,8 +66,9 @@ class ExpertParallel:
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
-    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs and padded
-    elsewhere. The layer prints the choice once."""
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs, unless a
+    `relibra_jax.nnx.Balancer` finds that its first batch would take longer so, and padded elsewhere. The layer prints
+    the choice once."""
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
     if its kernel cannot run."""
@@ -171,12 +172,18 @@ class ExpertParallel:
             return self
         return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
 
+    @property
+    def exchange_choices(self) -> tuple[str, ...]:
+        """The kinds of token exchange among which ``exchange`` leaves a choice. Layers themselves take the first."""
+        if self.exchange != AUTO:
+            return (self.exchange,)
+        return exchange_choices(on_gpu=self.mesh.devices.flat[0].platform in ("gpu", "cuda"))
+
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
-        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
-            exchange=choose_exchange(on_gpu=on_gpu) if self.exchange == AUTO else self.exchange,
+            exchange=self.exchange_choices[0],
             fetch=self._fetch_kind,
             striped=self.is_striped,
         )

@@ -42,10 +42,18 @@ from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import check_plans, count_on_host, plan_on_host, stripe_on_host, to_host
+from relibra_jax.nnx.stage_plans import (
+    check_plans,
+    count_on_host,
+    on_host,
+    plan_on_host,
+    stripe_on_host,
+    to_host,
+)
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
+from relibra_jax.planning.plan_price import cheapest_exchange
 from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
@@ -426,12 +434,26 @@ class Balancer:
             key=key,
             start=self._warm_start,
         )
+        prices = self._choose_exchange(plans, batch, prices)
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
         if parallel.is_striped:
             plans = stripe_on_host(plans, replay, topology)
         check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
+
+    def _choose_exchange(
+        self, plans: Sequence[BatchPlan], batch: Batch, prices: tuple[Price, ...]
+    ) -> tuple[Price, ...]:
+        """Choose the exchange for all batches by the price of the first; return the prices under it."""
+        choices = self.parallel.exchange_choices
+        if self._cost is None or len(choices) == 1:
+            return prices
+        with on_host():
+            exchange = cheapest_exchange(plans, to_host(batch), self.parallel.topology, prices, choices)
+        self.parallel = dataclasses.replace(self.parallel, exchange=exchange)
+        self._cost = dataclasses.replace(self._cost, exchange=exchange)
+        return tuple(dataclasses.replace(price, exchange=exchange) for price in prices)
 
     def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""

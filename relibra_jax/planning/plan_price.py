@@ -5,6 +5,8 @@ plan. Here visits are estimated from the sampled tokens that the search itself u
 `PRICED_LAYERS` layers are priced.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -61,6 +63,35 @@ def price_stages(
             jnp.float32
         )
     return seconds
+
+
+def cheapest_exchange(
+    stages: Sequence[BatchPlan],
+    batch: Batch,
+    topology: Topology,
+    prices: Sequence[Price],
+    exchanges: Sequence[str],
+) -> str:
+    """Return the exchange of tokens under which the plans of a batch are estimated to take the least time.
+
+    Args:
+        stages: the plan of each stage, as for `price_stages`.
+        batch: the samples of the batch.
+        topology: the expert-parallel group.
+        prices: the price of each stage, under any exchange.
+        exchanges: the kinds among which to choose.
+    """
+
+    def seconds(exchange: str) -> float:
+        under = tuple(dataclasses.replace(price, exchange=exchange) for price in prices)
+        return float(_price_unmoved(tuple(stages), batch, topology, under))
+
+    return min(exchanges, key=seconds)
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def _price_unmoved(stages, batch: Batch, topology: Topology, prices) -> Float[jax.Array, ""]:
+    return price_stages(stages, batch, topology, prices, previous_home=None)
 
 
 def estimate_time(

@@ -15,19 +15,21 @@ STRIPED_EXPERTS: Final = 4
 a node as one of its copies."""
 
 
-def choose_exchange(*, on_gpu: bool) -> str:
-    """Choose the exchange of tokens: fitted between GPUs, padded elsewhere.
+def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return the exchanges of tokens among which ``auto`` chooses: a `relibra_jax.nnx.Balancer` takes the one under
+    which its first batch is priced lowest, everything else the first.
 
-    A fitted exchange is a collective inside a branch. XLA:CPU begins that collective after the copies of its branch. It
-    may begin another collective meanwhile, in an order that differs between processes, which gloo then aborts.
+    With few tokens, a padded exchange on GPUs is faster than the choice of a length by the host. A fitted exchange is a
+    collective inside a branch. XLA:CPU begins that collective after the copies of its branch. It may begin another
+    collective meanwhile, in an order that differs between processes, which gloo then aborts.
 
     Args:
         on_gpu: whether the ranks are GPUs.
 
-    >>> choose_exchange(on_gpu=True), choose_exchange(on_gpu=False)
-    ('fitted', 'padded')
+    >>> exchange_choices(on_gpu=True), exchange_choices(on_gpu=False)
+    (('fitted', 'padded'), ('padded',))
     """
-    return "fitted" if on_gpu else "padded"
+    return ("fitted", "padded") if on_gpu else ("padded",)
 
 
 def choose_striping(ranks_per_node: int, top_k: int) -> bool:
