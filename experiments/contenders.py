@@ -53,7 +53,14 @@ class ContenderBatch(NamedTuple):
 
 
 def contenders(
-    trace: Trace, topology: Topology, *, micro_batches: int, samples_per_rank: int, layers: int, seed: int = 0
+    trace: Trace,
+    topology: Topology,
+    *,
+    micro_batches: int,
+    samples_per_rank: int,
+    layers: int,
+    seed: int = 0,
+    cost: Price = BALANCE,
 ) -> dict[str, ContenderBatch]:
     """Plan the same samples of a trace for every name in `CONTENDERS`.
 
@@ -64,6 +71,7 @@ def contenders(
         samples_per_rank: the mean number of samples of a rank in one micro-batch.
         layers: the number of layers L; the first ones of the trace are used.
         seed: the seed of the order of samples.
+        cost: the price. The default plans from loads alone, for layers that are not striped.
 
     Returns:
         The batch of every planner, by name.
@@ -81,9 +89,9 @@ def contenders(
     )
     even = samples._replace(expert_ids=route_evenly(samples.expert_ids, samples.mask, topology.num_experts))
     return {
-        name: plan_contender(even, "static", topology)
+        name: plan_contender(even, "static", topology, cost=cost)
         if name == "balanced"
-        else plan_contender(samples, name, topology)
+        else plan_contender(samples, name, topology, cost=cost)
         for name in CONTENDERS
     }
 
@@ -159,7 +167,7 @@ def plan_contender(
     state = planner.init(topology, ids.shape[2], key=jax.random.key(0))
     stage = Stage(len(assignment.sample), start=assignment)
     (batch_plan,), _ = plan_batch(replay, planner, state, topology, stages=[stage], cost=cost)
-    visits = node_visits(replay, batch_plan, topology)
+    visits = node_visits(replay, batch_plan, topology, striped=cost.striped)
     capacities = count_capacities(batch_plan.layer_plans(), topology, visits=visits)
     return ContenderBatch(_tokens_of_ranks(samples), batch_plan, visits, capacities)
 
