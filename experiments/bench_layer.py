@@ -175,9 +175,7 @@ def main(config: BenchLayer) -> None:
     trace = read_trace(config.trace)
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=2)
     mesh = expert_mesh(topology)
-    by_name = contenders(
-        trace, topology, micro_batches=1, samples_per_rank=config.samples_per_rank, layers=1
-    )
+    by_name = contenders(trace, topology, micro_batches=1, samples_per_rank=config.samples_per_rank, layers=1)
     ids = by_name["static"].expert_ids[0, 0]
     x = np.random.default_rng(0).normal(size=(*ids.shape[:-1], config.width)).astype(np.float32)
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]

@@ -33,6 +33,7 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import EMPTY
+from relibra_jax.execution import parallel as parallel_module
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
@@ -47,7 +48,7 @@ from relibra_jax.nnx import (
 )
 from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.nnx.derived_cost import derive_cost
-from relibra_jax.routing.exchange_rules import AUTO, exchange_choices
+from relibra_jax.routing.exchange_rules import exchange_choices
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
@@ -213,8 +214,7 @@ def test_prepare_assigns_samples_unless_assign_is_none():
 @pytest.mark.parametrize(("choice_seconds", "expected"), [(0.0, "fitted"), (1.0, "padded")])
 def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_seconds, expected):
     """Where a choice of a length costs more than the rows that it saves, exchanges are padded."""
-    on_gpus = property(lambda parallel: GPU_CHOICES if parallel.exchange == AUTO else (parallel.exchange,))
-    monkeypatch.setattr(ExpertParallel, "exchange_choices", on_gpus)
+    monkeypatch.setattr(parallel_module, "exchange_choices", lambda on_gpu: GPU_CHOICES)
     run = Run()
     cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
     cluster = dataclasses.replace(cost.cluster, choice_seconds=choice_seconds)

@@ -172,7 +172,7 @@ def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable
         buffers = sum(map(room, others)) + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
     longest = _flat_lanes(pairs, topology)
-    lane = _lane(cost.exchange, longest, room(longest))
+    lane = _lane(cost, longest, room(longest))
     buffers = 2 * ranks * lane + slots
     return Sent(
         *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
@@ -195,7 +195,7 @@ def _hierarchical_sent(
         buffers = sum(map(room, traffic)) + arrived + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
     longest_lanes = _hierarchical_lanes(pairs, visits, topology)
-    across, inside = (_lane(cost.exchange, longest, room(longest)) for longest in longest_lanes)
+    across, inside = (_lane(cost, longest, room(longest)) for longest in longest_lanes)
     buffers = 2 * nodes * across + arrived + 2 * local * inside + slots
     return Sent(
         *(
@@ -205,9 +205,12 @@ def _hierarchical_sent(
     )
 
 
-def _lane(kind: str, longest: Num[Array, "M L"], pair: jax.Array) -> Float[jax.Array, "M L 1 1"]:
+def _lane(cost: Price, longest: Num[Array, "M L"], pair: jax.Array) -> Float[jax.Array, "M L 1 1"]:
     """Return the lane that a padded or fitted exchange sends in each layer and micro-batch."""
-    lane = fitted_lane(longest, pair) if kind == "fitted" else jnp.broadcast_to(pair, longest.shape)
+    if cost.exchange == "fitted":
+        lane = fitted_lane(longest * cost.scale, pair * cost.scale) / cost.scale
+    else:
+        lane = jnp.broadcast_to(pair, longest.shape)
     return lane[..., None, None]
 
 

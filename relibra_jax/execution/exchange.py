@@ -6,7 +6,7 @@ sends no sizes. There are four kinds:
 - ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
   as long as the longest of any layer and micro-batch. The rows that a rank keeps are after its lanes, so that they make
   no lane longer.
-- ``fitted``: lanes as long as the longest of the layer and micro-batch, in eighths of a padded lane. All ranks know
+- ``fitted``: lanes as long as the longest of the layer and micro-batch, in sixteenths of a padded lane. All ranks know
   that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
   is unproven. Tests cover its index logic through ``emulated``.
@@ -26,7 +26,7 @@ from jaxtyping import Int, Num
 
 from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.routing.segments import segment_rows, starts
-from relibra_jax.routing.sizes import LANE_LENGTHS, ExchangeSizes
+from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
 
 IN_LANES: Final = ("padded", "fitted")
 """The kinds whose buffers have a lane of equal length for every rank."""
@@ -84,8 +84,7 @@ class Exchange:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of which a fitted exchange sends one of every lane, ascending."""
-        parts = {-(-self.sizes.pair * part // LANE_LENGTHS) for part in range(LANE_LENGTHS + 1)}
-        return tuple(sorted(parts))
+        return fitted_lanes(self.sizes.pair)
 
     @property
     def send_rows(self) -> int:

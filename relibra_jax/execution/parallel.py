@@ -6,6 +6,7 @@ Tokens are sharded over all ranks along their first axis, so the caller's model 
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from relibra_jax.routing.exchange_rules import (
     AUTO,
     PATHS,
     REPLICA_FETCH,
+    Way,
     choose_path,
     choose_striping,
     exchange_choices,
@@ -75,8 +77,8 @@ class ExpertParallel:
     striped: bool | None = None
     """Whether the ranks of a node deal their tokens to each other before dispatch, which levels lanes:
     `relibra_jax.routing.striping`. The plan's load must then be the striped one. A `relibra_jax.nnx.Balancer`, which
-    sees to that, replaces None by the rule of `relibra_jax.routing.exchange_rules.choose_striping`. Layers themselves
-    take None for False."""
+    sees to that, replaces None: by the rule of `relibra_jax.routing.exchange_rules.choose_striping`, unless its first
+    batch would take longer so. Layers themselves take None for False."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
@@ -172,18 +174,20 @@ class ExpertParallel:
             return self
         return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
 
-    @property
-    def exchange_choices(self) -> tuple[str, ...]:
-        """The kinds of token exchange among which ``exchange`` leaves a choice. Layers themselves take the first."""
-        if self.exchange != AUTO:
-            return (self.exchange,)
-        return exchange_choices(on_gpu=self.mesh.devices.flat[0].platform in ("gpu", "cuda"))
+    def ways(self, top_k: int) -> tuple[Way, ...]:
+        """Return the ways of dispatch among which ``exchange`` and ``striped`` leave a choice; the first by rule."""
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        exchanges = exchange_choices(on_gpu=on_gpu) if self.exchange == AUTO else (self.exchange,)
+        striped = (True, False) if choose_striping(self.topology.ranks_per_node, top_k) else (False,)
+        if self.striped is not None:
+            striped = (self.is_striped,)
+        return tuple(itertools.starmap(Way, itertools.product(exchanges, striped)))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
-            exchange=self.exchange_choices[0],
+            exchange=self.ways(top_k)[0].exchange,
             fetch=self._fetch_kind,
             striped=self.is_striped,
         )

@@ -32,12 +32,21 @@ from relibra_jax.nnx.balancer_state import (
     count_sizes,
     first_sizes,
     restored_leaf,
+    restored_way,
     saved_leaf,
+    saved_way,
     stage_shape,
 )
 from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model_homes, check_replay_layers
-from relibra_jax.nnx.derived_cost import check_cost, derive_cost, resolve_cost, stage_prices, with_dtype_of
+from relibra_jax.nnx.derived_cost import (
+    check_cost,
+    derive_cost,
+    priced_kind,
+    resolve_cost,
+    stage_prices,
+    with_dtype_of,
+)
 from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
@@ -45,16 +54,17 @@ from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import (
     check_plans,
     count_on_host,
+    load_on_host,
     on_host,
     plan_on_host,
-    stripe_on_host,
     to_host,
 )
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
-from relibra_jax.planning.plan_price import cheapest_exchange
+from relibra_jax.planning.plan_price import cheapest_way
 from relibra_jax.planning.rounds import shift_samples
+from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.programs import announce_compilation
@@ -151,6 +161,7 @@ class Balancer:
         self._batch_number = 0
         self._steps_before: int | None = None
         self._warm_start: Placement | None = None
+        self._way: Way | None = None
         self._for_balance = cost == "balance"
         self._cost = (
             resolve_cost(cost, parallel, sequences=sequences) if isinstance(cost, CostModel) else None
@@ -182,7 +193,7 @@ class Balancer:
             ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """
         planner, key = jax.tree.map(saved_leaf, (self._planner_state, self._key))
-        return BalancerState(planner, key, self._home, self._capacities)
+        return BalancerState(planner, key, self._home, self._capacities, saved_way(self._way))
 
     @state.setter
     def state(self, state: BalancerState) -> None:
@@ -191,6 +202,8 @@ class Balancer:
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
         self._home, self._capacities = home, state.capacities
+        if (way := restored_way(state.way)) is not None:
+            self._take(way)
         self._batch_number += 1
         self.discard()
 
@@ -434,26 +447,43 @@ class Balancer:
             key=key,
             start=self._warm_start,
         )
-        prices = self._choose_exchange(plans, batch, prices)
+        searched_striped = prices[0].striped
+        if (way := self._cheapest_way(plans, batch, updates)) is not None:
+            self._take(way)
+            prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
-        if parallel.is_striped:
-            plans = stripe_on_host(plans, replay, topology)
+        if parallel.is_striped or searched_striped:
+            plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
         check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 
-    def _choose_exchange(
-        self, plans: Sequence[BatchPlan], batch: Batch, prices: tuple[Price, ...]
-    ) -> tuple[Price, ...]:
-        """Choose the exchange for all batches by the price of the first; return the prices under it."""
-        choices = self.parallel.exchange_choices
-        if self._cost is None or len(choices) == 1:
-            return prices
+    def _cheapest_way(
+        self, plans: Sequence[BatchPlan], batch: Batch, updates: Sequence[int] | None
+    ) -> Way | None:
+        """Return the way of dispatch that is priced lowest for the first batch, or None if there is no choice."""
+        if self._cost is None or len(ways := self.parallel.ways(self._cost.model.top_k)) == 1:
+            return None
+        prices = {
+            way: stage_prices(
+                dataclasses.replace(self._cost, exchange=priced_kind(way.exchange), striped=way.striped),
+                self.parallel,
+                len(plans),
+                updates=updates,
+                sequences=self.sequences,
+            )
+            for way in ways
+        }
         with on_host():
-            exchange = cheapest_exchange(plans, to_host(batch), self.parallel.topology, prices, choices)
-        self.parallel = dataclasses.replace(self.parallel, exchange=exchange)
-        self._cost = dataclasses.replace(self._cost, exchange=exchange)
-        return tuple(dataclasses.replace(price, exchange=exchange) for price in prices)
+            return cheapest_way(to_host(tuple(plans)), to_host(batch), self.parallel.topology, prices)
+
+    def _take(self, way: Way) -> None:
+        """Run all further batches in this way."""
+        self._way = way
+        self.parallel = dataclasses.replace(self.parallel, exchange=way.exchange, striped=way.striped)
+        if self._cost is not None:
+            exchange = priced_kind(way.exchange)
+            self._cost = dataclasses.replace(self._cost, exchange=exchange, striped=way.striped)
 
     def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""

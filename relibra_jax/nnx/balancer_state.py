@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from relibra_jax.contract.types import BatchPlan, RoutingReplay
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
+from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.stage_plans import on_host
+from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import (
     Capacities,
@@ -43,6 +45,9 @@ class BalancerState(NamedTuple):
     """Flat home slot of each expert after the last batch."""
     capacities: dict[str, Capacities]
     """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 places."""
+    way: Int[np.ndarray, "2"]
+    """The way of dispatch that the first batch chose: the number of the exchange in
+    `relibra_jax.execution.exchange.KINDS`, and 1 if layers are striped. EMPTY if nothing was chosen."""
 
 
 def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
@@ -80,6 +85,18 @@ def restored_leaf(value: Any, like: Any) -> jax.Array:
     """
     value = jnp.asarray(value)
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
+
+
+def saved_way(way: Way | None) -> Int[np.ndarray, "2"]:
+    """Return a way of dispatch as numbers, as `BalancerState` has it."""
+    numbers = (EMPTY, EMPTY) if way is None else (KINDS.index(way.exchange), int(way.striped))
+    return np.asarray(numbers, np.int32)
+
+
+def restored_way(numbers: Int[Array, "2"]) -> Way | None:
+    """Return the way of dispatch of a `BalancerState`; the inverse of `saved_way`."""
+    exchange, striped = (int(number) for number in numbers)
+    return None if exchange == EMPTY else Way(KINDS[exchange], bool(striped))
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:

@@ -131,8 +131,8 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     kinds = parallel.with_striping(top_k).kinds(top_k)
     runs: dict[str, Any] = {
         "path": kinds.path,
-        "exchange": _priced(kinds.exchange),
-        "fetch": _priced(kinds.fetch),
+        "exchange": priced_kind(kinds.exchange),
+        "fetch": priced_kind(kinds.fetch),
         "striped": kinds.striped,
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
@@ -147,7 +147,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     return dataclasses.replace(cost, **runs)
 
 
-def _priced(kind: str) -> str:
+def priced_kind(kind: str) -> str:
     """Return the kind of exchange whose data a kind of exchange sends: those without lanes send what is needed."""
     return kind if kind in IN_LANES else "ragged"
 

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.planner import Placement, Planner
+from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.planning.assignment import Assign
@@ -110,22 +111,31 @@ def plan_on_host(
     return jax.device_get(plans), state
 
 
-def stripe_on_host(
-    plans: Sequence[BatchPlan], replay: RoutingReplay, topology: Topology
+def load_on_host(
+    plans: Sequence[BatchPlan], replay: RoutingReplay, batch: Batch, topology: Topology, *, striped: bool
 ) -> tuple[BatchPlan, ...]:
-    """Give plans the exact load of striped layers, on the host.
+    """Give plans the exact load of striped layers, or of those that are not, on the host.
 
     Args:
-        plans: the plan of each stage, searched with an estimate of that load.
+        plans: the plan of each stage, searched with an estimate of the load.
         replay: the routing of all samples.
+        batch: the counts of the samples.
         topology: the expert-parallel group.
+        striped: whether layers are striped.
     """
     with on_host():
-        striped = [_with_striped_load(plan, replay, topology) for plan in to_host(tuple(plans))]
-    return tuple(jax.device_get(striped))
+        plans = to_host(tuple(plans))
+        loaded = [
+            _with_striped_load(plan, replay, topology)
+            if striped
+            else plan._replace(load=_assigned_load(batch.sample_load, plan.assignment))
+            for plan in plans
+        ]
+    return tuple(jax.device_get(loaded))
 
 
 _with_striped_load = jax.jit(with_striped_load, static_argnames="topology")
+_assigned_load = jax.jit(assigned_load)
 
 
 def check_plans(plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool) -> None:

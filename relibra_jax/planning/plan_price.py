@@ -5,9 +5,8 @@ plan. Here visits are estimated from the sampled tokens that the search itself u
 `PRICED_LAYERS` layers are priced.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import jax
@@ -17,10 +16,13 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.planner import Placement
+from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.sample_crossings import crossings_by_node
+from relibra_jax.routing.exchange_rules import Way
+from relibra_jax.routing.striping import split_evenly
 
 PRICED_LAYERS: Final = 12
 """The most layers that are priced, evenly spaced."""
@@ -65,32 +67,28 @@ def price_stages(
     return seconds
 
 
-def cheapest_exchange(
+def cheapest_way(
     stages: Sequence[BatchPlan],
     batch: Batch,
     topology: Topology,
-    prices: Sequence[Price],
-    exchanges: Sequence[str],
-) -> str:
-    """Return the exchange of tokens under which the plans of a batch are estimated to take the least time.
+    prices: Mapping[Way, tuple[Price, ...]],
+) -> Way:
+    """Return the way of dispatch in which the plans of a batch are estimated to take the least time.
 
     Args:
-        stages: the plan of each stage, as for `price_stages`.
+        stages: the plan of each stage. Their loads are not read.
         batch: the samples of the batch.
         topology: the expert-parallel group.
-        prices: the price of each stage, under any exchange.
-        exchanges: the kinds among which to choose.
+        prices: the price of each stage, for every way.
     """
-
-    def seconds(exchange: str) -> float:
-        under = tuple(dataclasses.replace(price, exchange=exchange) for price in prices)
-        return float(_price_unmoved(tuple(stages), batch, topology, under))
-
-    return min(exchanges, key=seconds)
+    return min(prices, key=lambda way: float(_price_way(tuple(stages), batch, topology, prices[way])))
 
 
 @functools.partial(jax.jit, static_argnames="topology")
-def _price_unmoved(stages, batch: Batch, topology: Topology, prices) -> Float[jax.Array, ""]:
+def _price_way(stages, batch: Batch, topology: Topology, prices) -> Float[jax.Array, ""]:
+    loads = [assigned_load(batch.sample_load, stage.assignment) for stage in stages]
+    loads = [split_evenly(load) if prices[0].striped else load for load in loads]
+    stages = [stage._replace(load=load) for stage, load in zip(stages, loads, strict=True)]
     return price_stages(stages, batch, topology, prices, previous_home=None)
 
 

@@ -3,7 +3,7 @@
 Layers run by these rules (`relibra_jax.execution.parallel`), and cost models price by them (`relibra_jax.cost`).
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 AUTO: Final = "auto"
 """The value that lets the library choose what suits the mesh and the model."""
@@ -13,6 +13,15 @@ REPLICA_FETCH: Final = "padded"
 STRIPED_EXPERTS: Final = 4
 """The least number of experts of a token with which layers are striped by default. To deal a token costs as much inside
 a node as one of its copies."""
+
+
+class Way(NamedTuple):
+    """A way of dispatch that can be chosen for a model. Every batch of a run has the same."""
+
+    exchange: str
+    """The kind of token exchange."""
+    striped: bool
+    """Whether layers are striped (`relibra_jax.routing.striping`)."""
 
 
 def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
@@ -34,6 +43,8 @@ def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
 
 def choose_striping(ranks_per_node: int, top_k: int) -> bool:
     """Choose whether layers are striped: if nodes have several ranks, and tokens enough experts (`STRIPED_EXPERTS`).
+
+    Batches are planned for that. A `relibra_jax.nnx.Balancer` prices its first batch without striping too.
 
     >>> choose_striping(8, 8), choose_striping(8, 1), choose_striping(1, 8)
     (True, False, False)

@@ -24,8 +24,12 @@ from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
 
-LANE_LENGTHS: Final = 8
-"""The number of lane lengths of a fitted exchange besides 0: equal parts of the longest."""
+LANE_PARTS: Final = 16
+"""The number of equal parts of a buffer's lane. A fitted exchange sends whole parts."""
+FEWEST_PARTS: Final = 8
+"""The fewest parts that a fitted exchange sends, unless nothing is sent: every length is one more compiled branch, and
+short lanes take little time."""
+_PARTS: Final = (0, *range(FEWEST_PARTS, LANE_PARTS + 1))
 
 
 @jax.tree_util.register_dataclass
@@ -245,17 +249,27 @@ def padded_rows(size: Float[Array, "*sizes"], *, spare_room: bool) -> Float[jax.
 
 
 def fitted_lane(longest: Num[Array, "*sizes"], pair: Float[Array, ""] | float) -> Float[jax.Array, "*sizes"]:
-    """Return the lengths of lanes that a fitted exchange sends, under jit.
+    """Return the lengths of lanes that a fitted exchange sends, under jit: the least of `fitted_lanes` that suffices.
 
     Args:
         longest: the rows of the longest lane of each exchange.
         pair: the lane of the buffer, `ExchangeSizes.pair`.
 
-    >>> fitted_lane(jnp.array([0.0, 1.0, 100.0, 103.0]), 104.0).tolist()
-    [0.0, 13.0, 104.0, 104.0]
+    >>> fitted_lane(jnp.array([0.0, 1.0, 101.0, 160.0]), 160.0).tolist()
+    [0.0, 80.0, 110.0, 160.0]
     """
-    part = pair / LANE_LENGTHS
-    return jnp.ceil(jnp.asarray(longest, jnp.float32) / part) * part
+    lanes = jnp.ceil(jnp.asarray(pair, jnp.float32) * np.array(_PARTS, np.float32) / LANE_PARTS)
+    number = jnp.searchsorted(lanes, jnp.asarray(longest, jnp.float32))
+    return lanes[jnp.minimum(number, len(_PARTS) - 1)]
+
+
+def fitted_lanes(pair: int) -> tuple[int, ...]:
+    """Return the lengths that lanes of a fitted exchange can have, ascending, for a buffer with lanes of ``pair`` rows.
+
+    >>> fitted_lanes(160)
+    (0, 80, 90, 100, 110, 120, 130, 140, 150, 160)
+    """
+    return tuple(sorted({-(-pair * part // LANE_PARTS) for part in _PARTS}))
 
 
 def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
