@@ -25,6 +25,7 @@ from relibra_jax import (
     Topology,
     assign_samples,
     eplb,
+    expert_load,
     fill_unfinished,
     place_experts,
     plan_batch,
@@ -33,6 +34,7 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import EMPTY
+from relibra_jax.cost import cost_model as cost_module
 from relibra_jax.execution import parallel as parallel_module
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
@@ -222,6 +224,26 @@ def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_secon
     batch = run.prepare()
     assert batch.parallel.exchange == run.balancer.cost.exchange == expected
     assert expected in str(batch.parallel.kinds(TOP_K))
+
+
+@pytest.mark.parametrize(("fast", "slow", "striped"), [(1e6, 1e15, False), (1e15, 1e6, True)])
+def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow, striped):
+    """Where dealing tokens inside a node costs more than level lanes save, layers are not striped."""
+    for module in (parallel_module, cost_module):
+        monkeypatch.setattr(module, "choose_striping", lambda ranks_per_node, top_k: True)
+    run = Run()
+    cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
+    rates = {"fast_bandwidth": fast, "slow_bandwidth": slow, "memory_bandwidth": 1e15}
+    cost = dataclasses.replace(cost, cluster=dataclasses.replace(cost.cluster, **rates))
+    run, resumed = (Run(options=IN_ORDER | {"cost": cost}) for _ in range(2))
+    batch = run.prepare()
+    assert batch.parallel.is_striped == run.balancer.cost.striped == striped
+    held = np.asarray(expert_load(batches()[0][1], batch.batch_plan.assignment, num_experts=8))
+    assert np.array_equal(batch.batch_plan.load, held) != striped
+    np.testing.assert_array_equal(np.asarray(batch.batch_plan.load).sum(3), held.sum(3))
+    resumed.balancer.state = run.balancer.state
+    assert resumed.balancer.parallel.striped == striped
+    assert resumed.balancer.cost.striped == striped
 
 
 def counts_of(number):
