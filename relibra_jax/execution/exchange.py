@@ -6,8 +6,8 @@ sends no sizes. There are four kinds:
 - ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
   as long as the longest of any layer and micro-batch. The rows that a rank keeps are after its lanes, so that they make
   no lane longer.
-- ``fitted``: lanes as long as the longest of the layer and micro-batch, in sixteenths of a padded lane. All ranks know
-  that length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
+- ``fitted``: lanes of one of ten lengths, the least that suffices for the layer and micro-batch. All ranks know that
+  length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
   is unproven. Tests cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.

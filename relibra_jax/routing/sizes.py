@@ -24,12 +24,9 @@ from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
 
-LANE_PARTS: Final = 16
-"""The number of equal parts of a buffer's lane. A fitted exchange sends whole parts."""
-FEWEST_PARTS: Final = 8
-"""The fewest parts that a fitted exchange sends, unless nothing is sent: every length is one more compiled branch, and
-short lanes take little time."""
-_PARTS: Final = (0, *range(FEWEST_PARTS, LANE_PARTS + 1))
+LANE_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
+"""The lengths of lanes among which a fitted exchange chooses, in sixteenths of the buffer's. Each is a compiled branch.
+With spare room, the longest lanes of a batch end below the 13th, and most of the others above the 8th."""
 
 
 @jax.tree_util.register_dataclass
@@ -256,20 +253,20 @@ def fitted_lane(longest: Num[Array, "*sizes"], pair: Float[Array, ""] | float) -
         pair: the lane of the buffer, `ExchangeSizes.pair`.
 
     >>> fitted_lane(jnp.array([0.0, 1.0, 101.0, 160.0]), 160.0).tolist()
-    [0.0, 80.0, 110.0, 160.0]
+    [0.0, 30.0, 110.0, 160.0]
     """
-    lanes = jnp.ceil(jnp.asarray(pair, jnp.float32) * np.array(_PARTS, np.float32) / LANE_PARTS)
+    lanes = jnp.ceil(jnp.asarray(pair, jnp.float32) * np.array(LANE_SIXTEENTHS, np.float32) / 16)
     number = jnp.searchsorted(lanes, jnp.asarray(longest, jnp.float32))
-    return lanes[jnp.minimum(number, len(_PARTS) - 1)]
+    return lanes[jnp.minimum(number, len(LANE_SIXTEENTHS) - 1)]
 
 
 def fitted_lanes(pair: int) -> tuple[int, ...]:
     """Return the lengths that lanes of a fitted exchange can have, ascending, for a buffer with lanes of ``pair`` rows.
 
     >>> fitted_lanes(160)
-    (0, 80, 90, 100, 110, 120, 130, 140, 150, 160)
+    (0, 30, 60, 80, 90, 100, 110, 120, 130, 160)
     """
-    return tuple(sorted({-(-pair * part // LANE_PARTS) for part in _PARTS}))
+    return tuple(sorted({-(-pair * part // 16) for part in LANE_SIXTEENTHS}))
 
 
 def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
