@@ -88,6 +88,21 @@ def test_batch_time_adds_the_hops_of_hierarchical_dispatch(batch_plan):
     assert float(time.exchange) == pytest.approx(10 * ACROSS + 10 * INSIDE)
 
 
+@pytest.mark.parametrize(
+    ("path", "striped", "meetings"),
+    [("flat", False, 1), ("hierarchical", False, 2), ("hierarchical", True, 3)],
+)
+def test_batch_time_has_the_wait_of_ranks_at_every_exchange(batch_plan, path, striped, meetings):
+    """Ranks meet in dispatch and combine, forward and backward; the balanced run deals no tokens."""
+    visits = VISITS if path == "hierarchical" else None
+    clusters = CLUSTER, dataclasses.replace(CLUSTER, wait_seconds=1.0)
+    prices = [price(path=path, striped=striped, cluster=cluster) for cluster in clusters]
+    quick, slow = (batch_time(batch_plan, LENGTHS, TOPOLOGY, each, visits=visits).exchange for each in prices)
+    assert float(slow - quick) == pytest.approx(4 * meetings, rel=1e-5)
+    quick, slow = (balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, each).exchange for each in prices)
+    assert float(slow - quick) == pytest.approx(4 * (meetings - striped), rel=1e-5)
+
+
 def test_attention_time_is_that_of_every_sample():
     """Samples attend to themselves alone, so two short ones cost half of a long one; rows have one length."""
     cost = Price(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)

@@ -82,9 +82,6 @@ def _contenders(replica_slots: int) -> dict[str, Contender]:
     }
 
 
-MEETINGS: Final = 4
-"""The times that ranks wait for each other at a hop of a layer: dispatch and combine, forward and backward. Rows and
-weights of a dispatch go one right after the other. To deal tokens is one more hop."""
 FETCHES: Final = 2
 """The times that ranks wait for each other to fetch replicas in a layer, and to return their gradients."""
 CROSSINGS: Final = 4
@@ -218,8 +215,8 @@ class Run:
     def modelled(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of the update by part, without the move of experts before it.
 
-        To the parts of `relibra_jax.cost.batch_time` come those that a plan does not change: the waits of ranks for
-        each other at exchanges, and the sums of dense gradients in each layer and micro-batch.
+        To the parts of `relibra_jax.cost.batch_time` come those that it does not have: the waits of ranks for each
+        other where they fetch replicas, and the sums of dense gradients in each layer and micro-batch.
         """
         plan, parallel = self.batch.batch_plan, self.batch.parallel
         topology, cost = parallel.topology, self.balancer.cost
@@ -227,8 +224,7 @@ class Run:
         price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
-        hops = (2 if price.hierarchical and topology.ranks_per_node > 1 else 1) + price.striped
-        meetings = MEETINGS * hops + FETCHES * (topology.replica_slots > 0)
+        meetings = FETCHES * (topology.replica_slots > 0)
         micro_batches, layers = plan.load.shape[:2]
         parts = {part: float(value) for part, value in time.parts().items()}
         return parts | {

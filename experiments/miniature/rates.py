@@ -74,6 +74,7 @@ class Rates(NamedTuple):
             network_efficiency=1.0,
             memory_efficiency=1.0,
             tile=TILE_ROWS[-1],
+            wait_seconds=self.meet,
         )
 
     def model(self, sizes: Sizes, num_experts: int) -> Model:

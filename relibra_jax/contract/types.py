@@ -267,6 +267,9 @@ class Price:
     """The same for one replica that is sent to another node."""
     gather: Float[Array, ""] | float = 0.0
     """One row of a buffer of an exchange, written once and read once."""
+    wait: Float[Array, ""] | float = 0.0
+    """The wait of ranks for each other at one hop of a layer, or where they deal tokens, in all passes of a
+    micro-batch."""
     choice: Float[Array, ""] | float = 0.0
     """The choice of a fitted exchange's length at one hop of a layer, in all passes of a micro-batch."""
     stripe: Float[Array, ""] | float = 0.0

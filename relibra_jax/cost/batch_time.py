@@ -174,11 +174,12 @@ def balanced_time(
     if cost.hierarchical:
         near = copies * (1 - 1 / local)
         held = 2 * away + arrived + 2 * near + copies
-        exchange = cost.crossing * away + cost.spread * near
+        hops = (nodes > 1) + (local > 1)
+        exchange = cost.crossing * away + cost.spread * near + cost.wait * hops
     else:
         near = copies * (local - 1) / ranks
         held = 2 * (copies - copies / ranks) + copies
-        exchange = jnp.maximum(cost.crossing * away, cost.spread * near)
+        exchange = jnp.maximum(cost.crossing * away, cost.spread * near) + cost.wait * (ranks > 1)
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
         compute=cost.copy * copies,

@@ -219,6 +219,7 @@ class CostModel:
             move=move,
             push=updates * resident * expert / slow,
             push_inside=updates * resident * expert / fast,
+            wait=passes.exchange * cluster.wait_seconds,
             choice=passes.exchange * cluster.choice_seconds,
             stripe=dealt if run.striped else 0.0,
             head=self.scale * passes.compute * head / flops,
@@ -241,7 +242,7 @@ def _check_numbers(cluster: Cluster, model: Model) -> None:
     for field in dataclasses.fields(cluster):
         if field.type is float and field.default is dataclasses.MISSING:
             check_positive(f"cluster.{field.name}", getattr(cluster, field.name))
-    for name in ("tile", "choice_seconds"):
+    for name in ("tile", "wait_seconds", "choice_seconds"):
         check_not_negative(f"cluster.{name}", float(getattr(cluster, name)))
     for name in ("moe_layers", "num_experts", "top_k", "width", "expert_width"):
         check_integer(f"model.{name}", getattr(model, name), least=1)

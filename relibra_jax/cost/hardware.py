@@ -34,6 +34,9 @@ class Cluster:
     """The share of the memory bandwidth that reads reach. Measured for copies on an H200, else assumed."""
     tile: int
     """The rows of one tile of a grouped product. The rows of a slot cost as much as the full tiles that hold them."""
+    wait_seconds: float = 0.0
+    """The seconds for which ranks wait for each other at an exchange of tokens, besides its data. It is 0 for GPUs,
+    where it has not been measured."""
     choice_seconds: float = 0.0
     """The seconds for which a device waits where the host must read a choice from it, such as the length of a fitted
     exchange."""

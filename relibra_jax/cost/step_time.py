@@ -8,8 +8,9 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
                hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
-               At each hop, a fitted exchange also costs ``choice``
-    stripe     copies of a rank's tokens x ``stripe``, if the ranks of a node deal tokens to each other before dispatch
+               Each hop also costs ``wait``, and with a fitted exchange ``choice``
+    stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
+               before dispatch
     gather     rows of the exchange's buffers x ``gather``
     exposed    time to transfer replicas, less the attention that hides it
 
@@ -156,7 +157,7 @@ def rank_time(
         between=between,
         inside=inside,
         # Ranks deal all positions of their sequences, which are equally many on all of them.
-        stripe=jnp.broadcast_to(cost.stripe * copies.max(), compute.shape),
+        stripe=jnp.broadcast_to(cost.stripe * copies.max() + cost.wait * cost.striped, compute.shape),
         gather=cost.gather * sent.buffers,
         fetch=fetch_time(layer_plans, topology, cost),
     )
@@ -174,9 +175,9 @@ def hop_times(
         topology: the expert-parallel group.
         cost: the price.
     """
-    choice = cost.choice if cost.exchange == "fitted" else 0.0
-    between = cost.crossing * sent.between + choice * (topology.num_nodes > 1)
-    inside = cost.spread * sent.inside + choice * (topology.ranks_per_node > 1)
+    fixed = cost.wait + (cost.choice if cost.exchange == "fitted" else 0.0)
+    between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
+    inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
     return jnp.asarray(between), jnp.asarray(inside)
 
 
