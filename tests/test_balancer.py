@@ -111,12 +111,12 @@ def batches():
 class Run:
     """A model, its optimizer and its balancer."""
 
-    def __init__(self, planner=EPLB, topology=TOPOLOGY, axes=None, options=IN_ORDER, **layer):
+    def __init__(self, planner=EPLB, topology=TOPOLOGY, axes=None, options=IN_ORDER, striped=None, **layer):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
         self.mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
         self.model = Stack(topology, **({"mesh": self.mesh} | layer))
         self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
-        parallel = ExpertParallel(mesh=self.mesh, topology=topology)
+        parallel = ExpertParallel(mesh=self.mesh, topology=topology, striped=striped)
         self.balancer = Balancer(planner, parallel, key=jax.random.key(0), **options)
 
     def prepare(self, number=0, **options):
@@ -244,6 +244,11 @@ def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow,
     resumed.balancer.state = run.balancer.state
     assert resumed.balancer.parallel.striped == striped
     assert resumed.balancer.cost.striped == striped
+    other = Run(options=IN_ORDER | {"cost": run.balancer.cost})
+    assert other.balancer.parallel.striped == striped
+    named = Run(options=IN_ORDER, striped=not striped)
+    named.balancer.state = run.balancer.state
+    assert named.balancer.parallel.striped == (not striped)
 
 
 def counts_of(number):

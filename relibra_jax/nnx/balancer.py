@@ -45,6 +45,7 @@ from relibra_jax.nnx.derived_cost import (
     priced_kind,
     resolve_cost,
     stage_prices,
+    with_choices_of,
     with_dtype_of,
 )
 from relibra_jax.nnx.homes import reorder_experts
@@ -64,7 +65,7 @@ from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.plan_price import cheapest_way
 from relibra_jax.planning.rounds import shift_samples
-from relibra_jax.routing.exchange_rules import Way
+from relibra_jax.routing.exchange_rules import STRIPED_EXPERTS, Way
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.programs import announce_compilation
@@ -150,6 +151,8 @@ class Balancer:
             raise ValueError(f"sequences={sequences!r} must be one of {', '.join(SEQUENCES)}")
         if not (cost is None or cost == "balance" or isinstance(cost, CostModel)):
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
+        if isinstance(cost, CostModel):
+            parallel = with_choices_of(cost, parallel)
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
         announce_compilation()
@@ -202,7 +205,8 @@ class Balancer:
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
         self._home, self._capacities = home, state.capacities
-        if (way := restored_way(state.way)) is not None:
+        way = restored_way(state.way)
+        if way is not None and way in self.parallel.ways(STRIPED_EXPERTS):
             self._take(way)
         self._batch_number += 1
         self.discard()
