@@ -142,20 +142,24 @@ def test_miniature_ends_with_the_status_of_a_rank_that_fails():
 def test_miniature_leaves_nothing_behind(ending, tmp_path):
     before, started = remains(), tmp_path / "started"
     command = ["run", "--nodes", "2", "--ranks", "1", "--core", "0.5", "--"]
+    # Programs in the background inherit that SIGINT is ignored; a signal with a handler is at its default in a child.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.miniature", *command, "sh", "-c", f"touch {started}; sleep 1000"],
         stderr=subprocess.DEVNULL,
         process_group=0,
     )
-    try:
-        while not started.exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        # A terminal interrupts all processes of the group; everything else reaches one.
-        (os.killpg if ending == signal.SIGINT else os.kill)(process.pid, ending)
-        process.wait(timeout=30)
-    finally:
-        process.kill()
+    signal.signal(signal.SIGINT, handler)
+    with process:
+        try:
+            while not started.exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            # A terminal interrupts all processes of the group; everything else reaches one.
+            (os.killpg if ending == signal.SIGINT else os.kill)(process.pid, ending)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
     deadline = time.monotonic() + 10
     while remains() != before and time.monotonic() < deadline:
         time.sleep(0.1)
