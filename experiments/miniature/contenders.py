@@ -82,8 +82,6 @@ def _contenders(replica_slots: int) -> dict[str, Contender]:
     }
 
 
-FETCHES: Final = 2
-"""The times that ranks wait for each other to fetch replicas in a layer, and to return their gradients."""
 CROSSINGS: Final = 4
 """The exchanges of a row in a layer: dispatch and combine, forward and backward."""
 RETURN: Final = 2
@@ -215,8 +213,7 @@ class Run:
     def modelled(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of the update by part, without the move of experts before it.
 
-        To the parts of `relibra_jax.cost.batch_time` come those that it does not have: the waits of ranks for each
-        other where they fetch replicas, and the sums of dense gradients in each layer and micro-batch.
+        To the parts of `relibra_jax.cost.batch_time` come the sums of dense gradients in each layer and micro-batch.
         """
         plan, parallel = self.batch.batch_plan, self.batch.parallel
         topology, cost = parallel.topology, self.balancer.cost
@@ -224,13 +221,9 @@ class Run:
         price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
-        meetings = FETCHES * (topology.replica_slots > 0)
         micro_batches, layers = plan.load.shape[:2]
         parts = {part: float(value) for part, value in time.parts().items()}
-        return parts | {
-            "meetings": micro_batches * layers * meetings * rates.meet,
-            "sums": micro_batches * layers * rates.sums,
-        }
+        return parts | {"sums": micro_batches * layers * rates.sums}
 
     @property
     def needed(self) -> dict[str, int]:

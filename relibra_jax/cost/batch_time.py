@@ -36,7 +36,7 @@ class BatchTime(NamedTuple):
     gather: Float[Array, "*stack"]
     """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "*stack"]
-    """The part of the transfers of replicas that attention does not hide."""
+    """The transfers of replicas that attention does not hide, and the waits of ranks for each other there."""
     push: Float[Array, "*stack"]
     """The transfers of residents' weights and gradients, in all updates."""
     reorder: Float[Array, "*stack"]

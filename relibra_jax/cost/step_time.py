@@ -12,7 +12,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
                before dispatch
     gather     rows of the exchange's buffers x ``gather``
-    exposed    time to transfer replicas, less the attention that hides it
+    exposed    time to transfer replicas, less the attention that hides it; and half of ``wait``, which nothing hides,
+               because ranks meet to fetch replicas and to return gradients, and four times to exchange rows
 
 `relibra_jax.cost.cost_model` computes the prices. A backward pass costs as much as two forward passes; dispatch and
 combine each run once per pass. A replica is sent in the forward pass, sent again in the backward pass, and its gradient
@@ -52,6 +53,8 @@ class RankTime(NamedTuple):
     """Reading and writing the buffers of dispatch and combine."""
     fetch: Float[Array, "M L N G"]
     """Sending and receiving replicas, at the same time as attention."""
+    meeting: Float[Array, "M L N G"]
+    """Waiting for the ranks with which replicas are exchanged."""
 
 
 class LayerTime(NamedTuple):
@@ -66,7 +69,7 @@ class LayerTime(NamedTuple):
     gather: Float[Array, "M L"]
     """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "M L"]
-    """The part of the transfers of replicas that attention does not hide."""
+    """The transfers of replicas that attention does not hide, and the waits of ranks for each other there."""
 
     @property
     def total(self) -> Float[Array, "M L"]:
@@ -151,6 +154,7 @@ def rank_time(
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled
     copies = jnp.asarray(layer_plans.load, jnp.float32).sum(-1)
+    fetch = fetch_time(layer_plans, topology, cost)
     return RankTime(
         attention=jnp.broadcast_to(attention[:, None], compute.shape),
         compute=compute,
@@ -159,7 +163,8 @@ def rank_time(
         # Ranks deal all positions of their sequences, which are equally many on all of them.
         stripe=jnp.broadcast_to(cost.stripe * copies.max() + cost.wait * cost.striped, compute.shape),
         gather=cost.gather * sent.buffers,
-        fetch=fetch_time(layer_plans, topology, cost),
+        fetch=fetch,
+        meeting=jnp.where(fetch.max() > 0, jnp.full_like(fetch, cost.wait / 2), 0.0),
     )
 
 
@@ -188,8 +193,11 @@ def layer_time(time: RankTime) -> LayerTime:
         time: the time of every rank.
 
     >>> one = jnp.array([[[[1.0, 2.0]]]])
-    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one)).exposed.tolist()
-    [[4.0]]
+    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one)).exposed.tolist()
+    [[6.0]]
     """
-    attention, compute, between, inside, stripe, gather, fetch = (part.max((-2, -1)) for part in time)
-    return LayerTime(attention, compute, between + inside + stripe, gather, jnp.maximum(fetch - attention, 0))
+    attention, compute, between, inside, stripe, gather, fetch, meeting = (
+        part.max((-2, -1)) for part in time
+    )
+    exposed = jnp.maximum(fetch - attention, 0) + meeting
+    return LayerTime(attention, compute, between + inside + stripe, gather, exposed)

@@ -175,13 +175,17 @@ class ExpertParallel:
         return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
 
     def ways(self, top_k: int) -> tuple[Way, ...]:
-        """Return the ways of dispatch among which ``exchange`` and ``striped`` leave a choice; the first by rule."""
+        """Return the ways of running layers among which ``exchange`` and ``striped`` leave a choice; the first by rule.
+
+        All have replicas if there are replica slots.
+        """
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         exchanges = exchange_choices(on_gpu=on_gpu) if self.exchange == AUTO else (self.exchange,)
         striped = (True, False) if choose_striping(self.topology.ranks_per_node, top_k) else (False,)
         if self.striped is not None:
             striped = (self.is_striped,)
-        return tuple(itertools.starmap(Way, itertools.product(exchanges, striped)))
+        replicas = (self.topology.replica_slots > 0,)
+        return tuple(itertools.starmap(Way, itertools.product(exchanges, striped, replicas)))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""

@@ -10,8 +10,9 @@ optimizer state. The caller then runs its own training loop. The pure functions 
 import dataclasses
 import functools
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -42,7 +43,6 @@ from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model
 from relibra_jax.nnx.derived_cost import (
     check_cost,
     derive_cost,
-    priced_kind,
     resolve_cost,
     stage_prices,
     with_choices_of,
@@ -56,16 +56,22 @@ from relibra_jax.nnx.stage_plans import (
     check_plans,
     count_on_host,
     load_on_host,
-    on_host,
     plan_on_host,
     to_host,
+)
+from relibra_jax.nnx.way_prices import (
+    are_replicas_dear,
+    cheapest_way,
+    cost_in_way,
+    estimate_seconds,
+    is_open,
+    run_in_way,
 )
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
-from relibra_jax.planning.plan_price import cheapest_way
 from relibra_jax.planning.rounds import shift_samples
-from relibra_jax.routing.exchange_rules import STRIPED_EXPERTS, Way
+from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.programs import announce_compilation
@@ -77,7 +83,7 @@ class _Planned(NamedTuple):
     replay: RoutingReplay
     batch: Batch
     parallel: ExpertParallel
-    """The settings with which layers run, with striping chosen."""
+    """The settings with which layers run, in the chosen way."""
     stages: Sequence[Stage]
     prices: Sequence[Price]
     plans: Sequence[BatchPlan]
@@ -154,6 +160,7 @@ class Balancer:
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
+        self._given = parallel
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
         announce_compilation()
         planner_key, self._key = jax.random.split(key)
@@ -205,9 +212,12 @@ class Balancer:
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
         self._home, self._capacities = home, state.capacities
+        self.parallel, self._way = self._given, None
         way = restored_way(state.way)
-        if way is not None and way in self.parallel.ways(STRIPED_EXPERTS):
+        if way is not None and is_open(way, self._given):
             self._take(way)
+        elif self._cost is not None:
+            self._cost = cost_in_way(self._cost, self.parallel.ways(self._cost.model.top_k)[0])
         self._batch_number += 1
         self.discard()
 
@@ -440,21 +450,12 @@ class Balancer:
         prices = self._prices(len(stages), updates)
         next_key, key = jax.random.split(self._key)
         batch = count_on_host(replay, self.planner, topology, prices)
-        plans, state = plan_on_host(
-            batch,
-            self.planner,
-            self._planner_state,
-            topology,
-            stages=stages,
-            prices=prices,
-            assign=self.assign,
-            key=key,
-            start=self._warm_start,
-        )
-        searched_striped = prices[0].striped
-        if (way := self._cheapest_way(plans, batch, updates)) is not None:
-            self._take(way)
-            prices = self._prices(len(stages), updates)
+        search = functools.partial(self._search, batch, stages, updates, key)
+        plans, state = search()
+        if self._way is None and self._cost is not None:
+            plans, state = self._choose_way(batch, updates, plans, state, search)
+        topology, searched_striped = self.parallel.topology, prices[0].striped
+        prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
         if parallel.is_striped or searched_striped:
             plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
@@ -462,32 +463,67 @@ class Balancer:
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 
-    def _cheapest_way(
-        self, plans: Sequence[BatchPlan], batch: Batch, updates: Sequence[int] | None
-    ) -> Way | None:
-        """Return the way of dispatch that is priced lowest for the first batch, or None if there is no choice."""
-        if self._cost is None or len(ways := self.parallel.ways(self._cost.model.top_k)) == 1:
-            return None
-        prices = {
-            way: stage_prices(
-                dataclasses.replace(self._cost, exchange=priced_kind(way.exchange), striped=way.striped),
-                self.parallel,
-                len(plans),
-                updates=updates,
-                sequences=self.sequences,
-            )
-            for way in ways
-        }
-        with on_host():
-            return cheapest_way(to_host(tuple(plans)), to_host(batch), self.parallel.topology, prices)
+    def _search(
+        self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
+    ) -> tuple[tuple[BatchPlan, ...], PyTree]:
+        """Search the plan of each stage of a batch; return them and the planner's state after the batch."""
+        return plan_on_host(
+            batch,
+            self.planner,
+            self._planner_state,
+            self.parallel.topology,
+            stages=stages,
+            prices=self._prices(len(stages), updates),
+            assign=self.assign,
+            key=key,
+            start=self._warm_start,
+        )
+
+    def _choose_way(
+        self,
+        batch: Batch,
+        updates: Sequence[int] | None,
+        plans: tuple[BatchPlan, ...],
+        state: PyTree,
+        search: Callable[[], tuple[tuple[BatchPlan, ...], PyTree]],
+    ) -> tuple[tuple[BatchPlan, ...], PyTree]:
+        """Choose the way of running layers by the price of the first batch, and return its plans and state.
+
+        If replicas are dear, the batch is planned without them too. Planners that do not take given homes, which are
+        run as published, keep their replicas.
+        """
+        cost, topology = self._cost, self.parallel.topology
+        assert cost is not None
+        price = functools.partial(
+            stage_prices,
+            parallel=self.parallel,
+            num_stages=len(plans),
+            updates=updates,
+            sequences=self.sequences,
+        )
+        way = cheapest_way(plans, batch, topology, self.parallel.ways(cost.model.top_k), cost, price)
+        self._take(way)
+        prices = self._prices(len(plans), updates)
+        may_leave_out = self.planner.reorder is not None and self.planner.replicate is not None
+        if not (way.replicas and may_leave_out and are_replicas_dear(plans, batch, topology, prices)):
+            return plans, state
+        with_replicas = self.parallel
+        self._take(way._replace(replicas=False))
+        bare, bare_state = search()
+        least = estimate_seconds(bare, batch, self.parallel.topology, prices)
+        if (saved := 1 - least / estimate_seconds(plans, batch, topology, prices)) <= 0:
+            self._way, self.parallel = way, with_replicas
+            return plans, state
+        if not jax.process_index():
+            line = f"relibra_jax: replica slots are left out: without them a batch takes {saved:.1%} less modelled time"
+            print(line, file=sys.stderr)
+        return bare, bare_state
 
     def _take(self, way: Way) -> None:
         """Run all further batches in this way."""
-        self._way = way
-        self.parallel = dataclasses.replace(self.parallel, exchange=way.exchange, striped=way.striped)
+        self._way, self.parallel = way, run_in_way(self.parallel, way)
         if self._cost is not None:
-            exchange = priced_kind(way.exchange)
-            self._cost = dataclasses.replace(self._cost, exchange=exchange, striped=way.striped)
+            self._cost = cost_in_way(self._cost, way)
 
     def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""

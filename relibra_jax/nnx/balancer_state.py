@@ -45,9 +45,10 @@ class BalancerState(NamedTuple):
     """Flat home slot of each expert after the last batch."""
     capacities: dict[str, Capacities]
     """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 places."""
-    way: Int[np.ndarray, "2"]
-    """The way of dispatch that the first batch chose: the number of the exchange in
-    `relibra_jax.execution.exchange.KINDS`, and 1 if layers are striped. EMPTY if nothing was chosen."""
+    way: Int[np.ndarray, "3"]
+    """The way of running layers that the first batch chose: the number of the exchange in
+    `relibra_jax.execution.exchange.KINDS`, 1 if layers are striped, and 1 if there are replicas. EMPTY if nothing was
+    chosen."""
 
 
 def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
@@ -87,16 +88,16 @@ def restored_leaf(value: Any, like: Any) -> jax.Array:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
 
 
-def saved_way(way: Way | None) -> Int[np.ndarray, "2"]:
-    """Return a way of dispatch as numbers, as `BalancerState` has it."""
-    numbers = (EMPTY, EMPTY) if way is None else (KINDS.index(way.exchange), int(way.striped))
+def saved_way(way: Way | None) -> Int[np.ndarray, "3"]:
+    """Return a way of running layers as numbers, as `BalancerState` has it."""
+    numbers = [EMPTY] * 3 if way is None else [KINDS.index(way.exchange), *map(int, way[1:])]
     return np.asarray(numbers, np.int32)
 
 
-def restored_way(numbers: Int[Array, "2"]) -> Way | None:
-    """Return the way of dispatch of a `BalancerState`; the inverse of `saved_way`."""
-    exchange, striped = (int(number) for number in numbers)
-    return None if exchange == EMPTY else Way(KINDS[exchange], bool(striped))
+def restored_way(numbers: Int[Array, "3"]) -> Way | None:
+    """Return the way of running layers of a `BalancerState`; the inverse of `saved_way`."""
+    exchange, *choices = (int(number) for number in numbers)
+    return None if exchange == EMPTY else Way(KINDS[exchange], *map(bool, choices))
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:

@@ -6,7 +6,7 @@ plan. Here visits are estimated from the sampled tokens that the search itself u
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import jax
@@ -21,7 +21,6 @@ from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.sample_crossings import crossings_by_node
-from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.striping import split_evenly
 
 PRICED_LAYERS: Final = 12
@@ -67,25 +66,14 @@ def price_stages(
     return seconds
 
 
-def cheapest_way(
-    stages: Sequence[BatchPlan],
-    batch: Batch,
-    topology: Topology,
-    prices: Mapping[Way, tuple[Price, ...]],
-) -> Way:
-    """Return the way of dispatch in which the plans of a batch are estimated to take the least time.
-
-    Args:
-        stages: the plan of each stage. Their loads are not read.
-        batch: the samples of the batch.
-        topology: the expert-parallel group.
-        prices: the price of each stage, for every way.
-    """
-    return min(prices, key=lambda way: float(_price_way(tuple(stages), batch, topology, prices[way])))
-
-
 @functools.partial(jax.jit, static_argnames="topology")
-def _price_way(stages, batch: Batch, topology: Topology, prices) -> Float[jax.Array, ""]:
+def price_unloaded(
+    stages: Sequence[BatchPlan], batch: Batch, topology: Topology, prices: Sequence[Price]
+) -> Float[jax.Array, ""]:
+    """Estimate the modelled seconds of a batch as `price_stages` does, whatever the plans' loads are.
+
+    The loads are computed anew, striped or not as the prices say. Moves are not counted.
+    """
     loads = [assigned_load(batch.sample_load, stage.assignment) for stage in stages]
     loads = [split_evenly(load) if prices[0].striped else load for load in loads]
     stages = [stage._replace(load=load) for stage, load in zip(stages, loads, strict=True)]

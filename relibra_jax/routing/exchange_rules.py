@@ -16,12 +16,14 @@ a node as one of its copies."""
 
 
 class Way(NamedTuple):
-    """A way of dispatch that can be chosen for a model. Every batch of a run has the same."""
+    """A way of running layers that can be chosen for a model. Every batch of a run has the same."""
 
     exchange: str
     """The kind of token exchange."""
     striped: bool
     """Whether layers are striped (`relibra_jax.routing.striping`)."""
+    replicas: bool
+    """Whether ranks exchange replicas."""
 
 
 def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:

@@ -1,0 +1,90 @@
+"""The modelled time of a batch in each way of running its layers, from which a balancer chooses one for its run."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from relibra_jax.contract.types import BatchPlan, Price, Topology
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.derived_cost import priced_kind
+from relibra_jax.nnx.stage_plans import on_host, to_host
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_price import price_unloaded
+from relibra_jax.routing.exchange_rules import STRIPED_EXPERTS, Way
+
+DEAR: Final = 0.01
+"""The share of a batch's time from which on replicas cost so much that a plan without them is searched too."""
+
+type PriceCost = Callable[[CostModel], tuple[Price, ...]]
+"""Returns the price of each stage of a batch for a cost model."""
+
+
+def cost_in_way(cost: CostModel, way: Way) -> CostModel:
+    """Return the cost model of layers that run in a given way."""
+    return dataclasses.replace(cost, exchange=priced_kind(way.exchange), striped=way.striped)
+
+
+def run_in_way(parallel: ExpertParallel, way: Way) -> ExpertParallel:
+    """Return settings with which layers run in a given way. Without replicas there are no slots for them."""
+    topology = parallel.topology
+    if not way.replicas:
+        topology = dataclasses.replace(topology, replica_slots=0)
+    return dataclasses.replace(parallel, topology=topology, exchange=way.exchange, striped=way.striped)
+
+
+def is_open(way: Way, parallel: ExpertParallel) -> bool:
+    """Return whether settings leave a way of running layers open."""
+    has_slots = parallel.topology.replica_slots > 0
+    return way.replicas <= has_slots and way._replace(replicas=has_slots) in parallel.ways(STRIPED_EXPERTS)
+
+
+def cheapest_way(
+    plans: Sequence[BatchPlan],
+    batch: Batch,
+    topology: Topology,
+    ways: Iterable[Way],
+    cost: CostModel,
+    prices: PriceCost,
+) -> Way:
+    """Return the way of running layers in which the plans of a batch are estimated to take the least time.
+
+    Args:
+        plans: the plan of each stage.
+        batch: the samples of the batch.
+        topology: the expert-parallel group.
+        ways: the ways. With a single one, nothing is priced.
+        cost: the cost model.
+        prices: the price of each stage for a cost model.
+    """
+    first, *others = ways
+    if not others:
+        return first
+    return min(
+        (first, *others),
+        key=lambda way: estimate_seconds(plans, batch, topology, prices(cost_in_way(cost, way))),
+    )
+
+
+def are_replicas_dear(
+    plans: Sequence[BatchPlan], batch: Batch, topology: Topology, prices: Sequence[Price]
+) -> bool:
+    """Return whether the exchange of replicas takes more than `DEAR` of a batch's time.
+
+    Args:
+        plans: the plan of each stage.
+        batch: the samples of the batch.
+        topology: the expert-parallel group.
+        prices: the price of each stage.
+    """
+    free = tuple(dataclasses.replace(price, fetch=0.0, fetch_across=0.0) for price in prices)
+    seconds, least = (estimate_seconds(plans, batch, topology, each) for each in (prices, free))
+    return seconds - least > DEAR * seconds
+
+
+def estimate_seconds(
+    plans: Sequence[BatchPlan], batch: Batch, topology: Topology, prices: Sequence[Price]
+) -> float:
+    """Estimate the seconds of a batch on the host (`relibra_jax.planning.plan_price.price_unloaded`)."""
+    with on_host():
+        return float(price_unloaded(to_host(tuple(plans)), to_host(batch), topology, tuple(prices)))
