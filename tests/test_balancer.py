@@ -251,6 +251,41 @@ def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow,
     assert named.balancer.parallel.striped == (not striped)
 
 
+def run_with_waits(wait_seconds, planner=REORDERING):
+    """Return a run on a cluster whose ranks compute slowly, and wait for each other at every exchange."""
+    cost = derive_cost(Run().model, num_layers=LAYERS, mesh=Run().mesh)
+    cluster = dataclasses.replace(cost.cluster, matmul_flops=1e3, wait_seconds=wait_seconds)
+    cost = dataclasses.replace(cost, cluster=cluster)
+    return Run(planner, options=IN_ORDER | {"cost": cost})
+
+
+def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gains(capsys):
+    """The choice is that of the first batch. A balancer that continues from its state makes the same plans."""
+    run = run_with_waits(1e6)
+    batch = run.prepare()
+    assert "replica slots are left out" in capsys.readouterr().err
+    assert batch.parallel.topology.replica_slots == run.balancer.parallel.topology.replica_slots == 0
+    assert np.shape(batch.batch_plan.plan.slot_expert)[-1] == TOPOLOGY.held_slots
+    train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0]))
+    early, resumed = run_with_waits(1e6), run_with_waits(1e6)
+    resumed.balancer.state = run.balancer.state
+    assert resumed.balancer.parallel == run.balancer.parallel
+    set_homes(resumed.model, run.balancer.state.home)
+    again = resumed.prepare(1).batch_plan
+    for leaves in zip(*map(jax.tree.leaves, (run.prepare(1).batch_plan, again)), strict=True):
+        np.testing.assert_array_equal(*leaves)
+    run.balancer.state = early.balancer.state
+    assert run.balancer.parallel.topology == TOPOLOGY, "before its first batch nothing was chosen"
+
+
+@pytest.mark.parametrize(("planner", "wait_seconds"), [(REORDERING, 0.0), (EPLB, 1e6)])
+def test_prepare_keeps_replica_slots_that_pay_and_those_of_planners_as_published(planner, wait_seconds):
+    run = run_with_waits(wait_seconds, planner)
+    batch = run.prepare()
+    assert batch.parallel.topology == TOPOLOGY
+    assert (np.asarray(batch.batch_plan.plan.slot_expert)[..., TOPOLOGY.held_slots :] != EMPTY).any()
+
+
 def counts_of(number):
     replay = batches()[number][1]
     return Batch(np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1))

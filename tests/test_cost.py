@@ -93,12 +93,20 @@ def test_batch_time_adds_the_hops_of_hierarchical_dispatch(batch_plan):
     [("flat", False, 1), ("hierarchical", False, 2), ("hierarchical", True, 3)],
 )
 def test_batch_time_has_the_wait_of_ranks_at_every_exchange(batch_plan, path, striped, meetings):
-    """Ranks meet in dispatch and combine, forward and backward; the balanced run deals no tokens."""
+    """Ranks meet in dispatch and combine, forward and backward; to fetch replicas, and to return gradients.
+
+    The balanced run deals no tokens. Without replicas nothing is fetched.
+    """
     visits = VISITS if path == "hierarchical" else None
     clusters = CLUSTER, dataclasses.replace(CLUSTER, wait_seconds=1.0)
     prices = [price(path=path, striped=striped, cluster=cluster) for cluster in clusters]
-    quick, slow = (batch_time(batch_plan, LENGTHS, TOPOLOGY, each, visits=visits).exchange for each in prices)
-    assert float(slow - quick) == pytest.approx(4 * meetings, rel=1e-5)
+    quick, slow = (batch_time(batch_plan, LENGTHS, TOPOLOGY, each, visits=visits) for each in prices)
+    assert float(slow.exchange - quick.exchange) == pytest.approx(4 * meetings, rel=1e-5)
+    assert float(slow.exposed - quick.exposed) == pytest.approx(2, rel=1e-5)
+    slot_expert = batch_plan.plan.slot_expert.copy()
+    slot_expert[..., TOPOLOGY.held_slots :] = EMPTY
+    bare = batch_plan._replace(plan=batch_plan.plan._replace(slot_expert=slot_expert))
+    assert float(batch_time(bare, LENGTHS, TOPOLOGY, prices[1], visits=visits).exposed) == 0
     quick, slow = (balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, each).exchange for each in prices)
     assert float(slow - quick) == pytest.approx(4 * (meetings - striped), rel=1e-5)
 

@@ -60,7 +60,7 @@ from relibra_jax.nnx.stage_plans import (
     to_host,
 )
 from relibra_jax.nnx.way_prices import (
-    are_replicas_dear,
+    are_replicas_doubtful,
     cheapest_way,
     cost_in_way,
     estimate_seconds,
@@ -489,8 +489,8 @@ class Balancer:
     ) -> tuple[tuple[BatchPlan, ...], PyTree]:
         """Choose the way of running layers by the price of the first batch, and return its plans and state.
 
-        If replicas are dear, the batch is planned without them too. Planners that do not take given homes, which are
-        run as published, keep their replicas.
+        If replicas are doubtful, the batch is planned without slots for them too. Planners that do not take given
+        homes are run as published, with their replicas.
         """
         cost, topology = self._cost, self.parallel.topology
         assert cost is not None
@@ -505,13 +505,13 @@ class Balancer:
         self._take(way)
         prices = self._prices(len(plans), updates)
         may_leave_out = self.planner.reorder is not None and self.planner.replicate is not None
-        if not (way.replicas and may_leave_out and are_replicas_dear(plans, batch, topology, prices)):
+        if not (way.replicas and may_leave_out and are_replicas_doubtful(plans, batch, topology, prices)):
             return plans, state
         with_replicas = self.parallel
         self._take(way._replace(replicas=False))
         bare, bare_state = search()
         least = estimate_seconds(bare, batch, self.parallel.topology, prices)
-        if (saved := 1 - least / estimate_seconds(plans, batch, topology, prices)) <= 0:
+        if (saved := 1 - least / estimate_seconds(plans, batch, topology, prices)) < 0:
             self._way, self.parallel = way, with_replicas
             return plans, state
         if not jax.process_index():

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from relibra_jax.contract.types import BatchPlan, Price, Topology
+import numpy as np
+
+from relibra_jax.contract.types import EMPTY, BatchPlan, Price, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.derived_cost import priced_kind
@@ -66,10 +68,10 @@ def cheapest_way(
     )
 
 
-def are_replicas_dear(
+def are_replicas_doubtful(
     plans: Sequence[BatchPlan], batch: Batch, topology: Topology, prices: Sequence[Price]
 ) -> bool:
-    """Return whether the exchange of replicas takes more than `DEAR` of a batch's time.
+    """Return whether plans have no replicas, or the exchange of replicas takes more than `DEAR` of a batch's time.
 
     Args:
         plans: the plan of each stage.
@@ -77,6 +79,10 @@ def are_replicas_dear(
         topology: the expert-parallel group.
         prices: the price of each stage.
     """
+    if all(
+        (np.asarray(stage.plan.slot_expert)[..., topology.held_slots :] == EMPTY).all() for stage in plans
+    ):
+        return True
     free = tuple(dataclasses.replace(price, fetch=0.0, fetch_across=0.0) for price in prices)
     seconds, least = (estimate_seconds(plans, batch, topology, each) for each in (prices, free))
     return seconds - least > DEAR * seconds
