@@ -38,6 +38,7 @@ from relibra_jax.evaluation import (
 )
 from relibra_jax.evaluation.prices import time_of_batch
 from relibra_jax.evaluation.variants import with_samples_assigned
+from relibra_jax.nnx.balancer_state import saved_way
 from relibra_jax.nnx.stage_plans import check_plans, count_on_host, load_on_host, plan_on_host
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import Stage, plan_batch
@@ -142,7 +143,7 @@ def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
         plans, state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
         (batch_plan,) = load_on_host(plans, replay, counts, topology, striped=cost.striped)
-        check_plans([batch_plan], topology, across_nodes=False)
+        check_plans([batch_plan], topology, across_nodes=False, way=saved_way(None))
         return batch_plan, state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:

@@ -278,6 +278,29 @@ def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gai
     assert run.balancer.parallel.topology == TOPOLOGY, "before its first batch nothing was chosen"
 
 
+def test_prepare_chooses_nothing_if_the_plan_is_not_valid(monkeypatch):
+    run = run_with_waits(1e6)
+    with monkeypatch.context() as patch:
+        patch.setattr(balancer_module, "check_plans", raise_not_valid)
+        with pytest.raises(ValueError, match="not valid"):
+            run.prepare()
+    assert run.balancer.parallel.topology == TOPOLOGY
+    assert run.balancer.state.way.tolist() == [EMPTY] * 3
+    assert run.prepare().parallel.topology.replica_slots == 0
+
+
+def raise_not_valid(*plans, **options):
+    raise ValueError("not valid")
+
+
+def test_balancer_state_with_an_unknown_way_is_rejected_whole():
+    balancer = Run().balancer
+    state = balancer.state
+    with pytest.raises(ValueError, match=r"way: \[9, 1, 1\]"):
+        balancer.state = state._replace(way=np.array([9, 1, 1], np.int32), home=state.home[::-1])
+    np.testing.assert_array_equal(balancer.state.home, state.home)
+
+
 @pytest.mark.parametrize(("planner", "wait_seconds"), [(REORDERING, 0.0), (EPLB, 1e6)])
 def test_prepare_keeps_replica_slots_that_pay_and_those_of_planners_as_published(planner, wait_seconds):
     run = run_with_waits(wait_seconds, planner)

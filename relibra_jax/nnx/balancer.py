@@ -182,7 +182,8 @@ class Balancer:
         """The cost model for which batches are planned, with what layers run in place of every ``auto``.
 
         None if batches are planned for balance, and before the first batch if the cost model is derived. With
-        ``balancer.cost.price(topology)``, `relibra_jax.plan_batch` finds the same plans.
+        ``balancer.cost.price(topology)``, `relibra_jax.plan_batch` finds the same plans, but for the first batch, which
+        is searched before the way of running layers is chosen.
         """
         return self._cost
 
@@ -451,6 +452,7 @@ class Balancer:
         next_key, key = jax.random.split(self._key)
         batch = count_on_host(replay, self.planner, topology, prices)
         search = functools.partial(self._search, batch, stages, updates, key)
+        before = self.parallel, self._cost, self._way
         plans, state = search()
         if self._way is None and self._cost is not None:
             plans, state = self._choose_way(batch, updates, plans, state, search)
@@ -459,7 +461,11 @@ class Balancer:
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
         if parallel.is_striped or searched_striped:
             plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
-        check_plans(plans, topology, across_nodes=self.parallel.across_nodes)
+        try:
+            check_plans(plans, topology, across_nodes=self.parallel.across_nodes, way=saved_way(self._way))
+        except ValueError:
+            self.parallel, self._cost, self._way = before
+            raise
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 

@@ -60,7 +60,8 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
         first: the balancer's initial buffer sizes, which have the expected structure of all buffer sizes.
 
     Raises:
-        ValueError: if ``state`` belongs to another planner or to a different number of layers or experts.
+        ValueError: if ``state`` belongs to another planner or to a different number of layers or experts, or has a way
+            of running layers that does not exist.
     """
     expected = own._replace(capacities=dict.fromkeys(state.capacities, first))
     for name, own_part, state_part in zip(own._fields, expected, state, strict=True):
@@ -68,6 +69,16 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
             raise ValueError(
                 f"balancer state, {name}: expected {_shapes(own_part)}, found {_shapes(state_part)}"
             )
+    _check_way(state.way)
+
+
+def _check_way(numbers: Int[Array, "3"]) -> None:
+    exchange, *choices = np.asarray(numbers).tolist()
+    nothing = exchange == EMPTY and choices == [EMPTY] * 2
+    if not nothing and not (0 <= exchange < len(KINDS) and set(choices) <= {0, 1}):
+        raise ValueError(
+            f"balancer state, way: {[exchange, *choices]} must be [0..{len(KINDS) - 1}, 0 or 1, 0 or 1], or all {EMPTY}"
+        )
 
 
 def saved_leaf(leaf: Any) -> np.ndarray:

@@ -155,6 +155,8 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     anything = {"data_parallel": 1, "striped": None}
     for name, value in runs.items():
         fixed = getattr(cost, name)
+        if name == "striped" and parallel.topology.ranks_per_node == 1:
+            continue  # a rank alone on its node deals no tokens
         if fixed not in (anything.get(name, AUTO), value):
             raise ValueError(f"cost: {name}={fixed!r}, but the layers of this Balancer run {name}={value!r}")
     return dataclasses.replace(cost, **runs)

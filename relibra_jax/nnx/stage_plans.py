@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-from jaxtyping import PRNGKeyArray
+import numpy as np
+from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.planner import Placement, Planner
@@ -138,18 +139,21 @@ _with_striped_load = jax.jit(with_striped_load, static_argnames="topology")
 _assigned_load = jax.jit(assigned_load)
 
 
-def check_plans(plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool) -> None:
-    """Raise unless all plans are valid and equal on all processes. Every process must call it.
+def check_plans(
+    plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool, way: Int[np.ndarray, "3"]
+) -> None:
+    """Raise unless all plans are valid, and equal on all processes as the way is. Every process must call it.
 
     Args:
         plans: the plan of each stage, on the host.
         topology: the expert-parallel group.
         across_nodes: whether a replica may be on a different node than its expert's home.
+        way: the way of running layers, as `relibra_jax.nnx.balancer_state.BalancerState` has it.
 
     Raises:
-        ValueError: if a plan breaks a rule, or processes computed different plans.
+        ValueError: if a plan breaks a rule, or processes computed different plans or chose different ways.
     """
     for stage in plans:
         check_plan(stage.plan, stage.load, topology, across_nodes=across_nodes)
     if jax.process_count() > 1:
-        check_same_plan(tuple(plans))
+        check_same_plan((tuple(plans), way))
