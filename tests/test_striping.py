@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from support.plans import planned, random_routing
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.traffic import count_sent
+from relibra_jax.nnx import ExpertParallel, expert_mesh
+from relibra_jax.nnx.balancer_state import count_sizes
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.striping import split_evenly, stripe_tokens, striped_load, with_striped_load
@@ -70,6 +73,20 @@ def test_node_visits_of_striped_layers_are_those_of_dealt_tokens(replay, assignm
         )
         one = BatchPlan(Assignment(np.arange(4).reshape(1, 2, 2, 1)), load[[micro_batch]], plan)
         np.testing.assert_array_equal(visits[[micro_batch]], node_visits(dealt, one, TOPOLOGY))
+
+
+def test_buffers_of_striped_layers_are_sized_for_dealt_tokens(replay, assignment):
+    load = np.asarray(striped_load(replay, assignment, TOPOLOGY))
+    batch_plan = BatchPlan(assignment, load, planned("relibra", TOPOLOGY, load))
+    mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
+    held, dealt = (
+        count_sizes(
+            replay, [batch_plan], {}, ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=striped)
+        ).visits[0]
+        for striped in (False, True)
+    )
+    np.testing.assert_array_equal(dealt, node_visits(replay, batch_plan, TOPOLOGY, striped=True))
+    assert (held != dealt).any()
 
 
 def test_striping_levels_the_lanes_of_ranks_whose_samples_use_different_experts():
