@@ -37,7 +37,7 @@ EPLB_ARGS = (288, 8, 4, 32)
 BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2)
 WITH_RESIDENTS = dataclasses.replace(BATCH, resident_slots=1)
 MICRO_BATCHES, LAYERS = 32, 94
-COST = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"]).price(BATCH)
+COST = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"], striped=True).price(BATCH)
 
 
 def bench_rebalance() -> None:

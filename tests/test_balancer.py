@@ -34,8 +34,8 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.cost import cost_model as cost_module
 from relibra_jax.execution import parallel as parallel_module
+from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
@@ -229,8 +229,7 @@ def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_secon
 @pytest.mark.parametrize(("fast", "slow", "striped"), [(1e6, 1e15, False), (1e15, 1e6, True)])
 def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow, striped):
     """Where dealing tokens inside a node costs more than level lanes save, layers are not striped."""
-    for module in (parallel_module, cost_module):
-        monkeypatch.setattr(module, "choose_striping", lambda ranks_per_node, top_k: True)
+    monkeypatch.setattr(parallel_module, "choose_striping", lambda ranks_per_node, top_k: True)
     run = Run()
     cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
     rates = {"fast_bandwidth": fast, "slow_bandwidth": slow, "memory_bandwidth": 1e15}
@@ -249,6 +248,17 @@ def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow,
     named = Run(options=IN_ORDER, striped=not striped)
     named.balancer.state = run.balancer.state
     assert named.balancer.parallel.striped == (not striped)
+
+
+def test_a_state_from_gpus_keeps_what_a_cpu_can_run(monkeypatch):
+    """The exchange is chosen again, all else is kept."""
+    run = run_with_waits(1e6)
+    run.prepare()
+    state, here = run.balancer.state, run_with_waits(1e6)
+    _, striped, replicas = state.way
+    here.balancer.state = state._replace(way=np.array([KINDS.index("fitted"), striped, replicas], np.int32))
+    assert here.balancer.state.way.tolist() == [KINDS.index("padded"), striped, replicas]
+    assert here.balancer.parallel == run.balancer.parallel
 
 
 def run_with_waits(wait_seconds, planner=REORDERING):

@@ -31,7 +31,7 @@ from relibra_jax.nnx import Balancer, ExpertParallel, MoELayer, expert_mesh
 from relibra_jax.nnx.derived_cost import _print_default, cluster_of
 from relibra_jax.planning.planners import PlannerEntry
 
-LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 2
+LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 4
 PLANNER = relibra(place=functools.partial(place_experts, steps=50))
 ASSIGN = functools.partial(assign_samples, steps=20)
 SIZES = Model(

@@ -7,17 +7,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.costs import CLUSTER, MODEL
 from support.plans import planned, random_routing
 
+from relibra_jax import plan_batch, static
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment, BatchPlan, RoutingReplay, Topology
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_sent
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.nnx.balancer_state import count_sizes
+from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.batch import count_batch
+from relibra_jax.planning.plan_batch import Stage
+from relibra_jax.planning.plan_price import price_unloaded
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.striping import split_evenly, stripe_tokens, striped_load, with_striped_load
 from relibra_jax.routing.visits import node_visits
+from relibra_jax.support.limits import check_choice
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 SAMPLES, TOKENS = 12, 9
@@ -109,6 +118,41 @@ def test_striping_levels_the_lanes_of_ranks_whose_samples_use_different_experts(
     (between, inside), (striped_between, striped_inside) = lanes
     assert striped_between < 0.8 * between
     assert striped_inside < 0.6 * inside
+
+
+def test_prices_are_those_of_layers_by_default_which_are_not_striped():
+    cost = CostModel(cluster=CLUSTER, model=dataclasses.replace(MODEL, top_k=8))
+    assert not cost.price(TOPOLOGY).striped
+    assert dataclasses.replace(cost, striped=True).price(TOPOLOGY).striped
+
+
+def test_striped_must_be_a_choice():
+    with pytest.raises(ValueError, match="striped='no' must be True, False or None"):
+        check_choice("striped", "no")
+
+
+def test_estimates_of_striped_times_are_exact_where_the_tokens_of_a_sample_are_alike():
+    """The search and the modelled times estimate loads and visits of dealt tokens from counts of samples."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
+    favourite = np.random.default_rng(0).permutation(16).reshape(8, 1, 1, 2)
+    replay = RoutingReplay(np.broadcast_to(favourite, (8, 64, 1, 2)), np.ones((8, 64), bool))
+    model = dataclasses.replace(MODEL, num_experts=16)
+    cluster = dataclasses.replace(CLUSTER, memory_bandwidth=1e15)  # buffers are rounded up
+    price = CostModel(cluster=cluster, model=model, exchange="ragged", striped=True).price(topology)
+    batch, planner = count_batch(replay, topology), static()
+    state = planner.init(topology, 1, key=jax.random.key(0))
+    options = {"stages": 1, "cost": price, "key": jax.random.key(0)}
+    counted, _ = plan_batch(batch, planner, state, topology, **options)
+    exact, _ = plan_batch(replay, planner, state, topology, **options)
+    np.testing.assert_array_equal(counted.load, striped_load(replay, counted.assignment, topology))
+    np.testing.assert_array_equal(counted.load, exact.load)
+    visits = node_visits(replay, exact, topology, striped=True)
+    lengths = {"lengths": batch.lengths, "sequence_length": batch.sequence_length}
+    seconds = float(batch_time(exact, topology=topology, cost=price, visits=visits, **lengths).total)
+    assert float(price_unloaded((exact,), batch, topology, (price,))) == pytest.approx(seconds, rel=1e-3)
+    times = model_stage(exact, batch, Stage(1), price, topology, previous_home=exact.plan.home, moves=False)
+    assert float(times.plan.total) == pytest.approx(seconds, rel=1e-3)
+    assert float(times.staying.total) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_aligned_sequences_begin_samples_at_multiples():

@@ -69,7 +69,8 @@ def expert_load(
 ) -> Int[Array, "M L N G E"]:
     """Count the token copies that every rank sends to every expert in every micro-batch.
 
-    Works under jit. Planners take this load. Its axes N and G are the rank that holds a token before dispatch.
+    Works under jit. Planners take this load, unless layers are striped (`relibra_jax.routing.striping`). Its axes N and
+    G are the rank that holds a token.
 
     Args:
         replay: a replay that `check_replay` accepts.

@@ -18,10 +18,9 @@ from relibra_jax.routing.exchange_rules import (
     PATHS,
     REPLICA_FETCH,
     choose_path,
-    choose_striping,
     exchange_choices,
 )
-from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.support.limits import check_choice, check_integer, check_not_negative, check_positive
 
 COMPUTE_BYTES: Final = 2
 """Bytes of one number in computation: bfloat16."""
@@ -93,8 +92,8 @@ class CostModel:
     fetch: str = AUTO
     """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
     striped: bool | None = None
-    """Whether the ranks of a node deal their tokens to each other before dispatch. None for the rule of
-    `relibra_jax.routing.exchange_rules.choose_striping`."""
+    """Whether the ranks of a node deal their tokens to each other before dispatch: `relibra_jax.routing.striping`. A
+    `relibra_jax.nnx.Balancer` replaces None by its choice. Elsewhere None is False, as it is for layers."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -122,6 +121,7 @@ class CostModel:
             check_positive(name, getattr(self, name))
         for name in ("data_parallel", "shards"):
             check_integer(name, getattr(self, name), least=1)
+        check_choice("striped", self.striped)
         if self.compute_bytes is not None:
             check_integer("compute_bytes", self.compute_bytes, least=1)
         count_passes(self.updates, recompute=self.recompute)
@@ -138,7 +138,7 @@ class CostModel:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
 
     def on(self, topology: Topology) -> "CostModel":
-        """Return the cost model with every ``auto`` replaced by what runs on GPUs with this topology.
+        """Return the cost model with every ``auto`` and None replaced by what layers run on GPUs with this topology.
 
         Args:
             topology: the expert-parallel group.
@@ -159,13 +159,8 @@ class CostModel:
             "fetch": REPLICA_FETCH,
             "sequences": "packed",
         }
-        striped = (
-            choose_striping(topology.ranks_per_node, self.model.top_k)
-            if self.striped is None
-            else self.striped
-        )
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
-        return dataclasses.replace(self, striped=striped and topology.ranks_per_node > 1, **chosen)
+        return dataclasses.replace(self, striped=bool(self.striped) and topology.ranks_per_node > 1, **chosen)
 
     def price(
         self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None

@@ -12,6 +12,7 @@ from relibra_jax.cost.memory import check_rank_memory
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation.batches import Batches, make_batches
 from relibra_jax.evaluation.settings import Batching, Costs
+from relibra_jax.routing.exchange_rules import choose_striping
 from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.trace import Trace
@@ -103,6 +104,7 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
         path=costs.dispatch,
         exchange=costs.exchange,
         sequences=costs.sequence_layout,
+        striped=choose_striping(topology.ranks_per_node, top_k),
         updates=costs.updates,
         recompute=costs.recompute,
         shards=costs.shards,

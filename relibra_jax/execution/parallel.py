@@ -29,6 +29,7 @@ from relibra_jax.routing.exchange_rules import (
     exchange_choices,
 )
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
+from relibra_jax.support.limits import check_choice
 
 
 class Kinds(NamedTuple):
@@ -113,6 +114,7 @@ class ExpertParallel:
             )
         if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
+        check_choice("striped", self.striped)
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
 
@@ -174,24 +176,28 @@ class ExpertParallel:
             return self
         return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
 
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """The kinds of token exchange among which ``exchange`` leaves a choice; the first is that of layers."""
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        return exchange_choices(on_gpu=on_gpu) if self.exchange == AUTO else (self.exchange,)
+
     def ways(self, top_k: int) -> tuple[Way, ...]:
         """Return the ways of running layers among which ``exchange`` and ``striped`` leave a choice; the first by rule.
 
         All have replicas if there are replica slots.
         """
-        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        exchanges = exchange_choices(on_gpu=on_gpu) if self.exchange == AUTO else (self.exchange,)
         striped = (True, False) if choose_striping(self.topology.ranks_per_node, top_k) else (False,)
         if self.striped is not None:
             striped = (self.is_striped,)
         replicas = (self.topology.replica_slots > 0,)
-        return tuple(itertools.starmap(Way, itertools.product(exchanges, striped, replicas)))
+        return tuple(itertools.starmap(Way, itertools.product(self.exchanges, striped, replicas)))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
-            exchange=self.ways(top_k)[0].exchange,
+            exchange=self.exchanges[0],
             fetch=self._fetch_kind,
             striped=self.is_striped,
         )

@@ -60,11 +60,11 @@ from relibra_jax.nnx.stage_plans import (
     to_host,
 )
 from relibra_jax.nnx.way_prices import (
+    allowed_way,
     are_replicas_doubtful,
     cheapest_way,
     cost_in_way,
     estimate_seconds,
-    is_open,
     run_in_way,
 )
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
@@ -215,8 +215,8 @@ class Balancer:
         self._home, self._capacities = home, state.capacities
         self.parallel, self._way = self._given, None
         way = restored_way(state.way)
-        if way is not None and is_open(way, self._given):
-            self._take(way)
+        if way is not None:
+            self._take(allowed_way(way, self._given))
         elif self._cost is not None:
             self._cost = cost_in_way(self._cost, self.parallel.ways(self._cost.model.top_k)[0])
         self._batch_number += 1

@@ -23,7 +23,7 @@ from relibra_jax.cost.models import Model
 from relibra_jax.execution.exchange import IN_LANES
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.layer import MoELayer
-from relibra_jax.routing.exchange_rules import AUTO, STRIPED_EXPERTS
+from relibra_jax.routing.exchange_rules import AUTO
 
 DEFAULT_CLUSTER: Final = "h100"
 """The cluster whose speeds are taken for devices that `relibra_jax.cost.hardware` does not name."""
@@ -120,8 +120,7 @@ def with_choices_of(cost: CostModel, parallel: ExpertParallel) -> ExpertParallel
         cost: the cost model, such as `relibra_jax.nnx.Balancer.cost` of another balancer.
         parallel: the settings with which layers execute plans.
     """
-    exchanges = [way.exchange for way in parallel.ways(STRIPED_EXPERTS)]
-    exchange = cost.exchange if cost.exchange in exchanges else parallel.exchange
+    exchange = cost.exchange if cost.exchange in parallel.exchanges else parallel.exchange
     striped = cost.striped if parallel.striped is None else parallel.striped
     return dataclasses.replace(parallel, exchange=exchange, striped=striped)
 

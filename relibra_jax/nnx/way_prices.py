@@ -13,7 +13,7 @@ from relibra_jax.nnx.derived_cost import priced_kind
 from relibra_jax.nnx.stage_plans import on_host, to_host
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_price import price_unloaded
-from relibra_jax.routing.exchange_rules import STRIPED_EXPERTS, Way
+from relibra_jax.routing.exchange_rules import Way
 
 DEAR: Final = 0.01
 """The share of a batch's time from which on replicas cost so much that a plan without them is searched too."""
@@ -35,10 +35,13 @@ def run_in_way(parallel: ExpertParallel, way: Way) -> ExpertParallel:
     return dataclasses.replace(parallel, topology=topology, exchange=way.exchange, striped=way.striped)
 
 
-def is_open(way: Way, parallel: ExpertParallel) -> bool:
-    """Return whether settings leave a way of running layers open."""
-    has_slots = parallel.topology.replica_slots > 0
-    return way.replicas <= has_slots and way._replace(replicas=has_slots) in parallel.ways(STRIPED_EXPERTS)
+def allowed_way(way: Way, parallel: ExpertParallel) -> Way:
+    """Return a way of running layers with what settings leave no choice of in place of its own."""
+    return Way(
+        exchange=way.exchange if way.exchange in parallel.exchanges else parallel.exchanges[0],
+        striped=way.striped if parallel.striped is None else parallel.is_striped,
+        replicas=way.replicas and parallel.topology.replica_slots > 0,
+    )
 
 
 def cheapest_way(
