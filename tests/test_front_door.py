@@ -193,7 +193,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         fetch="padded",
         compute_bytes=4,
         sequences="padded",
-        striped=False,
+        striped=True,
     )
 
 
@@ -249,7 +249,7 @@ def test_balancer_rejects_a_cost_of_other_settings(change, message):
     ("change", "message"),
     [
         ({"num_experts": 16}, "num_experts=16, but the MoE layers of the model have 32"),
-        ({"top_k": 4}, "top_k=4, but the MoE layers of the model have 2"),
+        ({"top_k": 2}, "top_k=2, but the MoE layers of the model have 4"),
         ({"width": 4096}, "width=4096, but the MoE layers of the model have 8"),
         ({"expert_width": 12}, "expert_width=12, but the MoE layers of the model have 16"),
         ({"shared_width": 5}, "shared_width=5, but the MoE layers of the model have 0"),

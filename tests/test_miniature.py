@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,11 +212,23 @@ def test_faults_delay_what_ranks_send_and_lose_nothing(fault, least, tmp_path, c
         assert max(times) < 0.5
 
 
+@pytest.mark.slow
+@needs_privileges
+def test_fault_of_lost_packets_loses_some_and_tcp_sends_them_again(tmp_path, capfd):
+    program = tmp_path / "round_trips.py"
+    program.write_text(ROUND_TRIPS)
+    assert run_on_ranks(SMALL, [sys.executable, str(program)], faults=[Fault.parse("lose:1@2+1")]) == 0
+    *statistics, times = capfd.readouterr().out.splitlines()
+    lost = [int(number) for line in statistics for number in re.findall(r"dropped (\d+)", line)]
+    assert sum(lost) > 0
+    assert max(json.loads(times)) < 1.5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("down", "fault 'down' is not KIND:RANK@SECONDS"),
-        ("burn:1@2", "with down, slow, stop"),
+        ("burn:1@2", "with down, slow, lose, stop"),
         ("down:7@2", "fault of rank 7: there are only ranks 0 to 1"),
     ],
 )

@@ -60,12 +60,15 @@ def unbroken(tmp_path_factory):
     return folder, end - begin - learning / 2
 
 
-@pytest.mark.parametrize("kind", ["down", "stop", "slow"])
-def test_training_survives_a_fault_that_ends_and_learns_the_same(kind, unbroken, tmp_path):
+@pytest.mark.parametrize("kind", ["down", "stop", "slow", "lose"])
+def test_training_survives_a_fault_that_ends_and_learns_the_same(kind, unbroken, tmp_path, capfd):
     folder, middle = unbroken
     assert train("--steps", STEPS, "--out", tmp_path / "run", faults=[Fault(kind, 1, middle, LASTS)]) == 0
     assert lines_of(tmp_path / "run") == lines_of(folder)
-    if kind != "slow":
+    if kind == "lose":
+        lost = [int(number) for number in re.findall(r"dropped (\d+)", capfd.readouterr().out)]
+        assert sum(lost) > 0, "packets were lost"
+    if kind in ("down", "stop"):
         assert longest_step(tmp_path / "run") > longest_step(folder) + LASTS / 2, "the fault came in a step"
 
 

@@ -30,7 +30,8 @@ class Run:
     """The sizes."""
     fault: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A fault to cause: ``down:1@20+10`` takes down the link of rank 1 after 20 s for 10 s, ``slow:1@20`` gives it a
-    tenth of its rates for good, and ``stop:1@20+10`` stops the rank's process. May be given several times."""
+    tenth of its rates for good, ``lose:1@20+10`` makes it lose packets, and ``stop:1@20+10`` stops the rank's process.
+    May be given several times."""
     command: Annotated[tuple[str, ...], tyro.conf.Positional]
     """The command and its arguments, after ``--``. It finds the other ranks by JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID."""

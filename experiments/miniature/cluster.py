@@ -132,6 +132,14 @@ class Miniature:
             for number, rate in ((_FAST, self.fast_bytes), (_SLOW, self.slow_bytes))
         ]
 
+    def queue_commands(self, device: str, *, packets: int) -> tuple[list[str], list[str]]:
+        """Return the commands that limit the queues of a device to a number of packets, and those that end that."""
+        queues = [f"dev {device} parent 1:{number}" for number in (_FAST, _SLOW)]
+        return (
+            [f"tc qdisc add {queue} pfifo limit {packets}" for queue in queues],
+            [f"tc qdisc del {queue}" for queue in queues],
+        )
+
     def _limit(self, tc: str, device: str, end: str, rank: int) -> list[str]:
         """Return the commands that limit the rates of a device by the other end of the connection."""
         node = f"{NETWORK}.{rank // self.ranks}.0/24"

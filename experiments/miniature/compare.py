@@ -11,6 +11,7 @@ from rich.console import Console
 from experiments.miniature.cluster import Miniature, rate_of
 from experiments.miniature.contenders import EXCHANGES, contenders, draw_batches
 from experiments.miniature.launch import run_on_ranks
+from experiments.miniature.peers import PEERS, why_no_peer
 from experiments.miniature.report import agreement, describe_machine, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
@@ -58,7 +59,8 @@ class Compare:
     """The exchanges of tokens, each of which all contenders run: auto first, then padded, fitted, emulated, or one of
     them as in "fitted, not striped"."""
     contenders: tuple[str, ...] = ()
-    """The names of the runs to compare with the forced balanced run. Without any, all are compared."""
+    """The names of the runs to compare with the forced balanced run. Without any, all are compared except the expert
+    layers of MaxText and Tunix (`experiments.miniature.peers`)."""
     repeats: int = 5
     """The number of timed updates of each run. Runs alternate."""
     profile: bool = True
@@ -83,6 +85,9 @@ def compare(options: Compare) -> int:
     names = contenders(options.replica_slots, options.exchanges)
     if unknown := set(options.contenders) - set(names):
         raise ValueError(f"contenders={sorted(unknown)} are not among {', '.join(names)}")
+    for name in set(options.contenders) & set(PEERS):
+        if reason := why_no_peer(name):
+            raise ValueError(f"contenders: {reason}")
     samples = _check_trace(options, twin)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(

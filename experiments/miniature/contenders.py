@@ -8,7 +8,8 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 from experiments.contenders import route_evenly
-from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_policy
+from experiments.miniature.peers import PEERS, count_needs, make_peer_policy
+from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_optimizer, make_policy
 from experiments.miniature.rates import PASSES, Rates
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY, BatchPlan, RoutingReplay, Topology
@@ -18,6 +19,7 @@ from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.execution.exchange import KINDS
 from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_gradients, expert_mesh
+from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.traces.trace import Trace
@@ -38,6 +40,8 @@ class Contender(NamedTuple):
     """The kind of token exchange."""
     striped: bool | None = None
     """Whether the ranks of a node deal tokens to each other before dispatch; None for the balancer's rule."""
+    peer: str | None = None
+    """The expert layer of another project, a name of `experiments.miniature.peers.PEERS`; None for `MoELayer`."""
 
 
 EXCHANGES: Final[dict[str, dict[str, Any]]] = {
@@ -54,16 +58,17 @@ def contenders(replica_slots: int, exchanges: tuple[str, ...] = (AUTO,)) -> dict
     Args:
         replica_slots: the number of replica slots of a rank, for all planners that replicate.
         exchanges: the exchanges of tokens, names of `EXCHANGES`, each of which all planners run. The names of runs have
-            all but ``auto``.
+            all but ``auto``. The expert layers of other projects have their own.
 
     >>> [name for name in contenders(1, ("auto", "fitted")) if "static" in name]
     ['static', 'static, fitted']
     """
-    return {
+    runs = {
         name if exchange == AUTO else f"{name}, {exchange}": each._replace(**EXCHANGES[exchange])
         for exchange in exchanges
         for name, each in _contenders(replica_slots).items()
     }
+    return runs | {name: Contender(PLANNERS["static"], striped=False, peer=name) for name in PEERS}
 
 
 def _contenders(replica_slots: int) -> dict[str, Contender]:
@@ -198,9 +203,17 @@ class Run:
         for draw in draws:
             self.balancer.discard()
             self.batch = self.balancer.prepare(self.model, self.optimizer, draw.replay)
-        self.draw = draws[-1]
+        self.draw, self.is_peer = draws[-1], contender.peer is not None
         tokens, mask = draws[-1].tokens, draws[-1].replay.mask
         self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
+        if contender.peer is not None:
+            (_, _, replay), packing = self.sequences
+            routes, segments = whole_array(replay.expert_ids), whole_array(packing.segments)
+            needs = count_needs(routes, segments >= 0, topology.num_ranks, num_experts)
+            self.model = make_peer_policy(
+                contender.peer, sizes, num_experts, parallel.mesh, needs, like=self.model
+            )
+            self.optimizer = nnx.jit(make_optimizer)(self.model)
 
     def update(self) -> jax.Array:
         """Run one update, and return its loss."""
@@ -229,6 +242,7 @@ class Run:
     def needed(self) -> dict[str, int]:
         """The bytes that all ranks together need to send over each network, without the padding of lanes.
 
+        For another project's layer, they are those of static placement.
         They are the rows of dispatch and combine, forward and backward; replicas and residents, out and back.
         """
         plan, topology = _on_host(self.batch.batch_plan), self.batch.parallel.topology

@@ -1,4 +1,4 @@
-"""Faults that a miniature causes on purpose: a link that is down or slow, or a rank that is stopped."""
+"""Faults that a miniature causes on purpose: a link that is down, slow or loses packets, or a rank that is stopped."""
 
 import os
 import re
@@ -11,10 +11,13 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from experiments.miniature.cluster import Miniature, host_name, port_name
 
-Kind = Literal["down", "slow", "stop"]
-"""A link that sends nothing, a link at a tenth of its rates, or a rank's process that is stopped (SIGSTOP)."""
+Kind = Literal["down", "slow", "lose", "stop"]
+"""A link that sends nothing, a link at a tenth of its rates, a link that loses packets, or a rank's process that is
+stopped (SIGSTOP)."""
 SLOWER: Final = 0.1
 """The share of its rate that a slow link has."""
+LOSSY: Final = 0.5
+"""The share of its rate at which a link that loses packets brings them to its rank. One can wait; others are lost."""
 _FAULT: Final = re.compile(r"(\w+):(\d+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 
@@ -62,6 +65,14 @@ class Fault(NamedTuple):
         if self.kind == "down":
             device = f"ip link set {port_name(self.rank)}"
             return [f"{device} down"], [f"{device} up"]
+        if self.kind == "lose":
+            port = port_name(self.rank)
+            slower, usual = (
+                miniature.rate_commands("tc", port, change="change", share=share) for share in (LOSSY, 1.0)
+            )
+            begin, end = miniature.queue_commands(port, packets=1)
+            # It prints how many were lost.
+            return [*begin, *slower], [f"tc -s qdisc show dev {port}", *end, *usual]
         if self.kind == "slow":
             return list(self._rates(miniature, SLOWER)), list(self._rates(miniature, 1.0))
         return [], []

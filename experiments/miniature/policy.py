@@ -6,6 +6,7 @@ and the router.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 import jax
@@ -42,6 +43,16 @@ class Sizes:
     """K, the number of experts of a token."""
 
 
+type MakeExperts = Callable[[nnx.Rngs], nnx.Module]
+"""Makes the expert layer of a block: a `MoELayer`, or a layer that is called with tokens, their experts and a mask."""
+
+
+def own_experts(sizes: Sizes, topology: Topology) -> MakeExperts:
+    """Return the function that makes a `MoELayer`."""
+    gating = dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k, router_bias=False)
+    return lambda rngs: MoELayer(topology, sizes.width, sizes.expert_width, gating, rngs=rngs)
+
+
 class Attention(nnx.Module):
     """Causal attention inside samples, with its norm and projections."""
 
@@ -75,17 +86,19 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Attention, then experts."""
 
-    def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
-        gating = dataclasses.replace(GATINGS["gpt-oss"], top_k=sizes.top_k, router_bias=False)
+    def __init__(self, sizes: Sizes, make_experts: MakeExperts, rngs: nnx.Rngs):
         self.attention = Attention(sizes, rngs)
         self.norm = nnx.RMSNorm(sizes.width, use_scale=False, rngs=rngs)
-        self.experts = MoELayer(topology, sizes.width, sizes.expert_width, gating, rngs=rngs)
+        self.experts = make_experts(rngs)
 
     def __call__(self, x, expert_ids, packing: SequencePacking, layer, parallel: ExpertParallel):
         """Apply the block to ``x[sequences, T, D]``."""
+        mask = packing.segments >= 0
+        if not isinstance(self.experts, MoELayer):
+            x = x + self.attention(x, packing, parallel.mesh)
+            return x + self.experts(self.norm(x), expert_ids, mask)
         experts, x = self.experts.fetch(x, layer, parallel)
         x = x + self.attention(x, packing, parallel.mesh)
-        mask = packing.segments >= 0
         moe = self.experts(self.norm(x), expert_ids, layer, parallel=parallel, experts=experts, mask=mask)
         return x + moe.output
 
@@ -93,9 +106,9 @@ class Block(nnx.Module):
 class Policy(nnx.Module):
     """Embedding, blocks and output head. The blocks are stacked, so that they compile once."""
 
-    def __init__(self, sizes: Sizes, topology: Topology, rngs: nnx.Rngs):
+    def __init__(self, sizes: Sizes, make_experts: MakeExperts, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(VOCABULARY, sizes.width, rngs=rngs)
-        self.blocks = nnx.vmap(lambda rngs: Block(sizes, topology, rngs))(rngs.split(sizes.layers))
+        self.blocks = nnx.vmap(lambda rngs: Block(sizes, make_experts, rngs))(rngs.split(sizes.layers))
         self.head = nnx.Linear(sizes.width, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, expert_ids, packing, layers, parallel):
@@ -114,8 +127,13 @@ def make_policy(sizes: Sizes, topology: Topology) -> tuple[Policy, nnx.Optimizer
 
     @nnx.jit
     def make():
-        policy = Policy(sizes, topology, nnx.Rngs(0))
-        rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-        return policy, nnx.Optimizer(policy, rule, wrt=nnx.Param)
+        policy = Policy(sizes, own_experts(sizes, topology), nnx.Rngs(0))
+        return policy, make_optimizer(policy)
 
     return make()
+
+
+def make_optimizer(policy: Policy) -> nnx.Optimizer:
+    """Make the optimizer of a model."""
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return nnx.Optimizer(policy, rule, wrt=nnx.Param)

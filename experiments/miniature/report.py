@@ -27,13 +27,13 @@ class Speed(NamedTuple):
     """From its slowest update."""
     most: float
     """From its fastest update."""
-    modelled: float
-    """From the cost model with the measured rates."""
+    modelled: float | None
+    """From the cost model with the measured rates; None for layers of another project, which it does not know."""
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """The modelled speed over the measured one, less 1."""
-        return self.modelled / self.measured - 1
+        return None if self.modelled is None else self.modelled / self.measured - 1
 
 
 class Agreement(NamedTuple):
@@ -65,7 +65,7 @@ def speeds(rows: Mapping[str, Any]) -> dict[str, Speed]:
             balanced / statistics.median(row["seconds"]),
             balanced / max(row["seconds"]),
             balanced / min(row["seconds"]),
-            modelled / sum(row["modelled"].values()),
+            modelled / sum(row["modelled"].values()) if row["modelled"] else None,
         )
         for name, row in rows.items()
     }
@@ -80,7 +80,11 @@ def agreement(of: Mapping[str, Speed]) -> Agreement:
     >>> agreement({"a": Speed(0.5, 0.5, 0.5, 0.6), "b": Speed(0.8, 0.8, 0.8, 0.8), BALANCED: Speed(1, 1, 1, 1)})
     Agreement(rank_correlation=1.0, median_error=0.1, largest_error=0.2)
     """
-    pairs = [(speed.measured, speed.modelled) for name, speed in of.items() if name != BALANCED]
+    pairs = [
+        (speed.measured, speed.modelled)
+        for name, speed in of.items()
+        if name != BALANCED and speed.modelled is not None
+    ]
     errors = [abs(modelled / measured - 1) for measured, modelled in pairs]
     orders = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
     correlation = float(np.asarray(np.corrcoef(orders.T))[0, 1]) if len(pairs) > 1 else float("nan")
@@ -114,8 +118,8 @@ def _speed_table(rows: Mapping[str, Any]) -> Table:
             f"{statistics.median(rows[name]['seconds']):.2f}",
             f"{speed.measured:.1%}",
             f"{speed.least:.1%} to {speed.most:.1%}",
-            f"{speed.modelled:.1%}",
-            f"{speed.error:+.1%}",
+            "" if speed.modelled is None else f"{speed.modelled:.1%}",
+            "" if speed.error is None else f"{speed.error:+.1%}",
         )
     return table
 
@@ -167,7 +171,7 @@ def draw_speeds(path: Path, report: Mapping[str, Any]) -> None:
     axes.barh(
         at + 0.2, measured, 0.38, xerr=spread, color=SERIES[0], label="measured, slowest to fastest update"
     )
-    modelled = [100 * speed.modelled for speed in of.values()]
+    modelled = [100 * (speed.modelled or 0) for speed in of.values()]
     axes.barh(at - 0.2, modelled, 0.38, color=SERIES[1], label="modelled with the measured rates")
     axes.set_yticks(at, list(of))
     axes.axvline(100, color="0.5", linewidth=0.8)

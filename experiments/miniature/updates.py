@@ -128,7 +128,7 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     for name, contender in contenders(settings.replica_slots, settings.exchanges).items():
-        if settings.names and name not in (*settings.names, BALANCED):
+        if (contender.peer or settings.names) and name not in (*settings.names, BALANCED):
             continue
         with whole_core():
             begin = time.perf_counter()
@@ -163,7 +163,7 @@ def _measure_rows(runs: dict[str, Run], rates: Rates, repeats: int) -> dict[str,
             "fast_bytes": each[-1][1].tolist(),
             "slow_bytes": each[-1][2].tolist(),
             "needed": runs[name].needed,
-            "modelled": runs[name].modelled(rates),
+            "modelled": None if runs[name].is_peer else runs[name].modelled(rates),
             "phases": None,
         }
         for name, each in results.items()
