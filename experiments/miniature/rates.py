@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.interleaving import alternating, interleaved
-from experiments.miniature.policy import FLOAT, Attention, Block, Sizes
+from experiments.miniature.policy import FLOAT, Attention, Block, Sizes, own_experts
 from pallas_kernels import grouped_mlp
 from pallas_kernels.group_loops import TILE_ROWS
 from relibra_jax.contract.types import Topology
@@ -219,7 +219,7 @@ def sum_seconds(mesh: Mesh, sizes: Sizes, topology: Topology, *, repeats: int) -
         topology: the grid of ranks, and the number of experts.
         repeats: the number of timed rounds.
     """
-    block = nnx.eval_shape(lambda: Block(sizes, topology, nnx.Rngs(0)))
+    block = nnx.eval_shape(lambda: Block(sizes, own_experts(sizes, topology), nnx.Rngs(0)))
     dense = nnx.state(block, nnx.All(nnx.Param, nnx.Not(ExpertParam)))
     shapes = [leaf.shape for leaf in jax.tree.leaves(dense)]
 
