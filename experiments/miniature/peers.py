@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -69,6 +69,17 @@ def why_no_peer(name: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return f"{name!r} needs the package {package!r}"
     return None
+
+
+def import_peers(names: Iterable[str]) -> None:
+    """Import the packages of peers, before anything is compiled: they add options of JAX to the keys of its programs."""
+    wanted = {PEERS[name] for name in names}
+    if wanted and not any(isinstance(finder, _Unused) for finder in sys.meta_path):
+        sys.meta_path.append(_Unused())  # after all others, so that installed packages are taken as they are
+    if "maxtext" in wanted:
+        importlib.import_module("maxtext.layers.moe")
+    if "tunix" in wanted:
+        importlib.import_module("tunix.models.qwen3.model")
 
 
 def count_needs(expert_ids: np.ndarray, mask: np.ndarray, ranks: int, num_experts: int) -> Needs:
@@ -195,7 +206,6 @@ def make_peer_policy(
         needs: the sizes of buffers.
         like: the policy whose weights it gets, with experts in the order of their ids.
     """
-    _allow_unused()
     layer = MaxTextExperts if PEERS[name] == "maxtext" else TunixExperts
 
     @nnx.jit
@@ -232,6 +242,7 @@ def _maxtext_config(name: str, sizes: Sizes, num_experts: int, needs: Needs) -> 
             base_output_directory="/nowhere",
             enable_checkpointing=False,
             log_config=False,
+            jax_cache_dir="",
             decoder_block="mixtral",  # one of those with replayed routing
             base_emb_dim=sizes.width,
             base_mlp_dim=sizes.expert_width,
@@ -320,8 +331,3 @@ class _Nothing(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return mock.MagicMock(return_value=False)
-
-
-@functools.cache
-def _allow_unused() -> None:
-    sys.meta_path.append(_Unused())  # after all others, so that installed packages are taken as they are

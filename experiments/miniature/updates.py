@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from experiments.interleaving import alternating
 from experiments.miniature.contenders import BALANCED, Draw, Run, contenders, draw_batches
 from experiments.miniature.counters import sent_bytes
+from experiments.miniature.peers import PEERS, import_peers
 from experiments.miniature.phases import PHASES, REST, SUMS, scopes_of, seconds_by_phase
 from experiments.miniature.policy import FLOAT
 from experiments.miniature.quota import whole_core
@@ -86,6 +87,7 @@ def main(settings: Settings) -> None:
     keep_programs()
     # Without asynchronous dispatch, programs run in call order, so all processes are always in the same exchange.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    import_peers(name for name in settings.names if name in PEERS)
     with join_processes(), shared_programs():
         trace, twin = read_trace(settings.trace), TWINS[settings.twin]
         draws = draw_batches(trace, samples=settings.samples, layers=settings.layers, seed=0)
