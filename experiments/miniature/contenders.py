@@ -203,7 +203,7 @@ class Run:
         for draw in draws:
             self.balancer.discard()
             self.batch = self.balancer.prepare(self.model, self.optimizer, draw.replay)
-        self.draw, self.is_peer = draws[-1], contender.peer is not None
+        self.sizes, self.draw, self.is_peer = sizes, draws[-1], contender.peer is not None
         tokens, mask = draws[-1].tokens, draws[-1].replay.mask
         self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
         if contender.peer is not None:
@@ -246,10 +246,10 @@ class Run:
         They are the rows of dispatch and combine, forward and backward; replicas and residents, out and back.
         """
         plan, topology = _on_host(self.batch.batch_plan), self.batch.parallel.topology
-        layers, experts = plan.layer_plans(), self.model.blocks.experts
+        layers, sizes = plan.layer_plans(), self.sizes
         rows = count_traffic(layers, topology, visits=self.batch.visits)
-        row = CROSSINGS * experts.width * FLOAT
-        expert = 3 * experts.width * experts.expert_width * FLOAT
+        row = CROSSINGS * sizes.width * FLOAT
+        expert = 3 * sizes.width * sizes.expert_width * FLOAT
         replicas = np.asarray(plan.plan.slot_expert)[..., topology.held_slots :]  # [M L N G R]
         node = np.asarray(plan.plan.home) // (topology.home_slots * topology.ranks_per_node)
         layer, own_node = np.ogrid[: replicas.shape[1], : topology.num_nodes]

@@ -72,7 +72,7 @@ def why_no_peer(name: str) -> str | None:
 
 
 def import_peers(names: Iterable[str]) -> None:
-    """Import the packages of peers, before anything is compiled: they add options of JAX to the keys of its programs."""
+    """Import the packages of peers, before anything is compiled: they change the keys of JAX's programs."""
     wanted = {PEERS[name] for name in names}
     if wanted and not any(isinstance(finder, _Unused) for finder in sys.meta_path):
         sys.meta_path.append(_Unused())  # after all others, so that installed packages are taken as they are
