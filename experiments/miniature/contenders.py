@@ -208,6 +208,7 @@ class Run:
         self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
         if contender.peer is not None:
             (_, _, replay), packing = self.sequences
+            assert packing is not None, "sequences are packed"
             routes, segments = whole_array(replay.expert_ids), whole_array(packing.segments)
             needs = count_needs(routes, segments >= 0, topology.num_ranks, num_experts)
             self.model = make_peer_policy(

@@ -30,6 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from experiments.miniature.policy import Policy, Sizes
 from pallas_kernels import ragged_dot
 from relibra_jax.contract.types import EMPTY
+from relibra_jax.nnx import MoELayer
 
 UNUSED: Final = (
     *("pathwaysutils", "tensorboardX", "xprof", "fire", "transformers", "grain", "tensorflow", "metrax"),
@@ -107,8 +108,8 @@ class MaxTextExperts(nnx.Module):
     """MaxText's expert layer, with its own replay of routing."""
 
     def __init__(self, name: str, sizes: Sizes, num_experts: int, mesh: Mesh, needs: Needs, rngs: nnx.Rngs):
-        from maxtext.kernels.ragged import ragged_gather_reduce, ragged_sort  # type: ignore[import-not-found]
-        from maxtext.layers import initializers, moe  # type: ignore[import-not-found]
+        from maxtext.kernels.ragged import ragged_gather_reduce, ragged_sort
+        from maxtext.layers import initializers, moe
 
         # The second version returns bfloat16 on CPUs, whatever it gets.
         ragged_sort.ragged_gather_reduce = ragged_gather_reduce.ragged_gather_reduce
@@ -146,7 +147,7 @@ class TunixExperts(nnx.Module):
     """Tunix's expert layer of Qwen3, whose choice of experts is replaced."""
 
     def __init__(self, name: str, sizes: Sizes, num_experts: int, mesh: Mesh, needs: Needs, rngs: nnx.Rngs):
-        from tunix.models.qwen3 import model  # type: ignore[import-not-found]
+        from tunix.models.qwen3 import model
 
         others = (
             "num_layers",
@@ -216,7 +217,8 @@ def make_peer_policy(
             experts.reshape(len(experts), num_experts, 3, *experts.shape[-2:]), 2, 0
         )
         given = (router, gate, up, jnp.swapaxes(down, -1, -2))
-        for weight, value in zip(policy.blocks.experts.weights(), given, strict=True):
+        peer: MaxTextExperts | TunixExperts = policy.blocks.experts  # type: ignore[assignment]
+        for weight, value in zip(peer.weights(), given, strict=True):
             weight[...] = value
         nnx.update(policy, jax.tree_util.tree_map_with_path(placed, nnx.state(policy)))
         return policy
@@ -226,13 +228,13 @@ def make_peer_policy(
         spec = PartitionSpec(None, mesh.axis_names) if names & set(EXPERTS) else PartitionSpec()
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
-    own = like.blocks.experts
+    own: MoELayer = like.blocks.experts  # type: ignore[assignment]
     return make(own.router[...], own.experts[...])
 
 
 @functools.cache
 def _maxtext_config(name: str, sizes: Sizes, num_experts: int, needs: Needs) -> Any:
-    from maxtext.configs import pyconfig  # type: ignore[import-not-found]
+    from maxtext.configs import pyconfig
 
     ring = {"use_ring_of_experts": True, "use_ragged_sort": True, "ragged_buffer_factor": needs.buffer}
     with mock.patch("maxtext.utils.max_utils.maybe_initialize_jax_distributed_system"):
@@ -324,8 +326,13 @@ class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Nothing(types.ModuleType):
-    __path__: Final = ()
+    """A package whose attributes do nothing."""
+
     __version__ = "0"
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name):
         if name.startswith("__"):
