@@ -25,7 +25,7 @@ def test_needs_are_the_longest_lane_and_the_fullest_rank():
 def test_lanes_do_what_a_ragged_exchange_does():
     """Ranks send the first and the last rows of a buffer; each receives what the others sent, one after another."""
     ranks, rows = 4, 12
-    mesh = jax.make_mesh((ranks,), ("expert",), devices=jax.devices()[:ranks])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("expert",))
     counts = np.random.default_rng(0).integers(0, 4, size=(ranks, ranks)).astype(np.int32)
     data = np.arange(ranks * rows * 2, dtype=np.float32).reshape(ranks * rows, 2)
 
