@@ -286,7 +286,7 @@ def _lanes(wanted: bool, lane: int) -> contextlib.AbstractContextManager[Any]:
         to_all = functools.partial(
             jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True
         )
-        row = jnp.arange(lane)
+        row = jnp.arange(lane)[None]
         lanes = operand.at[input_start[:, None] + row].get(mode="clip")
         lanes = jnp.where((row < sent[:, None])[..., None], lanes, 0)
         place = jnp.where(row < received[:, None], to_all(output_start)[:, None] + row, len(output))
