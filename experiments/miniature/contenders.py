@@ -9,7 +9,7 @@ from flax import nnx
 
 from experiments.contenders import route_evenly
 from experiments.miniature.peers import PEERS, count_needs, make_peer_policy
-from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_optimizer, make_policy
+from experiments.miniature.policy import FLOAT, VOCABULARY, Sizes, make_policy
 from experiments.miniature.rates import PASSES, Rates
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY, BatchPlan, RoutingReplay, Topology
@@ -211,10 +211,9 @@ class Run:
             assert packing is not None, "sequences are packed"
             routes, segments = whole_array(replay.expert_ids), whole_array(packing.segments)
             needs = count_needs(routes, segments >= 0, topology.num_ranks, num_experts)
-            self.model = make_peer_policy(
+            self.model, self.optimizer = make_peer_policy(
                 contender.peer, sizes, num_experts, parallel.mesh, needs, like=self.model
             )
-            self.optimizer = nnx.jit(make_optimizer)(self.model)
 
     def update(self) -> jax.Array:
         """Run one update, and return its loss."""

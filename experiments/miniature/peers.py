@@ -27,7 +27,7 @@ from flax import nnx
 from flax.linen import partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments.miniature.policy import Policy, Sizes
+from experiments.miniature.policy import Policy, Sizes, make_optimizer
 from pallas_kernels import ragged_dot
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.nnx import MoELayer
@@ -196,8 +196,8 @@ class TunixExperts(nnx.Module):
 
 def make_peer_policy(
     name: str, sizes: Sizes, num_experts: int, mesh: Mesh, needs: Needs, like: Policy
-) -> Policy:
-    """Make a policy with a peer's expert layers and the weights of another policy.
+) -> tuple[Policy, nnx.Optimizer]:
+    """Make a policy with a peer's expert layers and the weights of another policy, and its optimizer.
 
     Args:
         name: a name of `PEERS`.
@@ -220,12 +220,16 @@ def make_peer_policy(
         peer: MaxTextExperts | TunixExperts = policy.blocks.experts  # type: ignore[assignment]
         for weight, value in zip(peer.weights(), given, strict=True):
             weight[...] = value
-        nnx.update(policy, jax.tree_util.tree_map_with_path(placed, nnx.state(policy)))
-        return policy
+        optimizer = make_optimizer(policy)
+        for module in (policy, optimizer):
+            nnx.update(module, jax.tree_util.tree_map_with_path(placed, nnx.state(module)))
+        return policy, optimizer
 
     def placed(path, value):
         names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
-        spec = PartitionSpec(None, mesh.axis_names) if names & set(EXPERTS) else PartitionSpec()
+        # [L, E, ...]; arrays that the optimizer does not train have one number.
+        is_experts = names & set(EXPERTS) and value.ndim > 1
+        spec = PartitionSpec(None, mesh.axis_names) if is_experts else PartitionSpec()
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
     own: MoELayer = like.blocks.experts  # type: ignore[assignment]
