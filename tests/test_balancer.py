@@ -50,7 +50,8 @@ from relibra_jax.nnx import (
 )
 from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.nnx.derived_cost import derive_cost
-from relibra_jax.routing.exchange_rules import exchange_choices
+from relibra_jax.nnx.way_prices import allowed_way
+from relibra_jax.routing.exchange_rules import Way, exchange_choices
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
@@ -250,7 +251,7 @@ def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow,
     assert named.balancer.parallel.striped == (not striped)
 
 
-def test_a_state_from_gpus_keeps_what_a_cpu_can_run(monkeypatch):
+def test_a_state_from_gpus_keeps_what_a_cpu_can_run():
     """The exchange is chosen again, all else is kept."""
     run = run_with_waits(1e6)
     run.prepare()
@@ -258,6 +259,9 @@ def test_a_state_from_gpus_keeps_what_a_cpu_can_run(monkeypatch):
     _, striped, replicas = state.way
     here.balancer.state = state._replace(way=np.array([KINDS.index("fitted"), striped, replicas], np.int32))
     assert here.balancer.state.way.tolist() == [KINDS.index("padded"), striped, replicas]
+    lone = dataclasses.replace(TOPOLOGY, num_nodes=4, ranks_per_node=1)
+    alone = ExpertParallel(mesh=expert_mesh(lone, devices=jax.devices()[:4]), topology=lone)
+    assert not allowed_way(Way("padded", striped=True, replicas=True), alone).striped
     assert here.balancer.parallel == run.balancer.parallel
 
 

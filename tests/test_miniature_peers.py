@@ -32,7 +32,7 @@ def test_lanes_do_what_a_ragged_exchange_does():
     def on_rank(data, sent, received, start, there):
         one = jax.tree.map(lambda each: each[0], (start, sent, there, received))
         with _lanes(True, int(counts.max())):
-            return jax.lax.ragged_all_to_all(data, jnp.zeros((20, 2)), *one, axis_name="expert")
+            return jax.lax.ragged_all_to_all(data, jnp.full((20, 2), 7.0), *one, axis_name="expert")
 
     begin = np.cumsum(counts, 1) - counts  # in the buffer of the sender
     arrive = np.cumsum(counts, 0) - counts  # in the buffer of the receiver
@@ -45,7 +45,7 @@ def test_lanes_do_what_a_ragged_exchange_does():
             data[sender * rows + begin[sender, receiver] :][: counts[sender, receiver]]
             for sender in range(ranks)
         ]
-        expected = np.concatenate([*parts, np.zeros((20 - counts[:, receiver].sum(), 2))])
+        expected = np.concatenate([*parts, np.full((20 - counts[:, receiver].sum(), 2), 7.0)])
         np.testing.assert_array_equal(result[receiver], expected)
 
 

@@ -26,7 +26,6 @@ from relibra_jax.planning.plan_price import price_unloaded
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.striping import split_evenly, stripe_tokens, striped_load, with_striped_load
 from relibra_jax.routing.visits import node_visits
-from relibra_jax.support.limits import check_choice
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 SAMPLES, TOKENS = 12, 9
@@ -126,9 +125,17 @@ def test_prices_are_those_of_layers_by_default_which_are_not_striped():
     assert dataclasses.replace(cost, striped=True).price(TOPOLOGY).striped
 
 
-def test_striped_must_be_a_choice():
+@pytest.mark.parametrize("settings", ["cost model", "layers"])
+def test_striped_must_be_a_choice(settings):
+    """Types are checked in these tests after construction, so a wrong one is set first and then checked."""
+    mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
+    made = {
+        "cost model": CostModel(cluster=CLUSTER, model=MODEL),
+        "layers": ExpertParallel(mesh=mesh, topology=TOPOLOGY),
+    }[settings]
+    object.__setattr__(made, "striped", "no")
     with pytest.raises(ValueError, match="striped='no' must be True, False or None"):
-        check_choice("striped", "no")
+        made.__post_init__()
 
 
 def test_estimates_of_striped_times_are_exact_where_the_tokens_of_a_sample_are_alike():

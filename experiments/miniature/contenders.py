@@ -203,7 +203,8 @@ class Run:
         for draw in draws:
             self.balancer.discard()
             self.batch = self.balancer.prepare(self.model, self.optimizer, draw.replay)
-        self.sizes, self.draw, self.is_peer = sizes, draws[-1], contender.peer is not None
+        self.sizes, self.draw = sizes, draws[-1]
+        self.is_peer, self.is_even = contender.peer is not None, contender.even
         tokens, mask = draws[-1].tokens, draws[-1].replay.mask
         self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
         if contender.peer is not None:
@@ -242,8 +243,8 @@ class Run:
     def needed(self) -> dict[str, int]:
         """The bytes that all ranks together need to send over each network, without the padding of lanes.
 
-        For another project's layer, they are those of static placement.
-        They are the rows of dispatch and combine, forward and backward; replicas and residents, out and back.
+        They are the rows of dispatch and combine, forward and backward; replicas and residents, out and back. For the
+        layer of another project they are those of static placement.
         """
         plan, topology = _on_host(self.batch.batch_plan), self.batch.parallel.topology
         layers, sizes = plan.layer_plans(), self.sizes

@@ -1,9 +1,10 @@
 """The expert layers of MaxText 0.2.5 and Tunix 0.1.7, with replayed routing, as opponents in the same comparison.
 
 They are the released layers with their own expert parallelism, and the model around them is that of all contenders.
-Three things are replaced: the choice of experts, which is the recorded one; the grouped product, because their kernels
-are for other devices, and XLA:CPU multiplies all rows of `jax.lax.ragged_dot` by all weights; and, where a name says
-*lanes*, the ragged all-to-all, which XLA:CPU does not implement, by one of equal lanes.
+Replaced are the choice of experts, which is the recorded one; the grouped product, because their kernels are for other
+devices, and XLA:CPU multiplies all rows of `jax.lax.ragged_dot` by all weights; MaxText's sum of a token's rows, by its
+own older version, because the newer one gives bfloat16 on CPUs; and, where a name says *lanes*, the ragged all-to-all,
+which XLA:CPU does not implement, by one of equal lanes, for which Tunix is told that its devices are TPUs.
 
 MaxText and Tunix are installed without their dependencies; those that no expert layer uses need not be there.
 """
@@ -46,7 +47,7 @@ PEERS: Final = {
 """The layers, and the package of each.
 
 - *MaxText, ring*: every rank gathers all tokens and computes its own experts; outputs are summed and scattered
-  (``use_ring_of_experts``, with a buffer for the fullest rank). It runs on CPUs as it is.
+  (``use_ring_of_experts``, with a buffer for the fullest rank). Its collectives run on CPUs.
 - *MaxText, lanes*: its all-to-all of token copies, the default on GPUs.
 - *Tunix*: every expert of every token, which it does on CPUs.
 - *Tunix, lanes*: its all-to-all of token copies, which it does on TPUs.
@@ -61,7 +62,7 @@ class Needs(NamedTuple):
     lane: int
     """The most rows that one rank sends to one rank."""
     buffer: float
-    """The most rows of a rank, in multiples of the mean of all ranks' tokens."""
+    """The most rows of a rank, and one more so that none is cut by rounding, over the rows of a rank's positions."""
 
 
 def why_no_peer(name: str) -> str | None:
@@ -205,7 +206,8 @@ def make_peer_policy(
         num_experts: the number of experts of a layer.
         mesh: the mesh of the ranks, over all of which tokens and experts are spread.
         needs: the sizes of buffers.
-        like: the policy whose weights it gets, with experts in the order of their ids.
+        like: the policy whose router and experts it gets, with experts in the order of their ids. All other weights are
+            equal because they are drawn with the same key.
     """
     layer = MaxTextExperts if PEERS[name] == "maxtext" else TunixExperts
 
@@ -294,7 +296,7 @@ def _lanes(wanted: bool, lane: int) -> contextlib.AbstractContextManager[Any]:
         lanes = operand.at[input_start[:, None] + row].get(mode="clip")
         lanes = jnp.where((row < sent[:, None])[..., None], lanes, 0)
         place = jnp.where(row < received[:, None], to_all(output_start)[:, None] + row, len(output))
-        return jnp.zeros_like(output).at[place].set(to_all(lanes), mode="drop")
+        return output.at[place].set(to_all(lanes), mode="drop")
 
     return _replaced(jax.lax, "ragged_all_to_all", exchange) if wanted else contextlib.nullcontext()
 

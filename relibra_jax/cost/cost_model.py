@@ -138,7 +138,7 @@ class CostModel:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
 
     def on(self, topology: Topology) -> "CostModel":
-        """Return the cost model with every ``auto`` and None replaced by what layers run on GPUs with this topology.
+        """Return the cost model with every ``auto`` replaced by what layers run on GPUs, and ``striped`` None by False.
 
         Args:
             topology: the expert-parallel group.

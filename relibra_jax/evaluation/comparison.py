@@ -37,7 +37,7 @@ def compare(
         topology: the expert-parallel group.
         batching: how the trace is divided into batches and micro-batches, and the seed of planning.
         cost: what is priced, for the planners and for the outcomes: `Costs`, which names hardware and a model, or a
-            `CostModel`.
+            `CostModel`, which is striped only with ``striped=True``.
         timed_runs: how many times planning of the last batch is timed. 0 does not time it.
 
     Returns:

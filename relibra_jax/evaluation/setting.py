@@ -62,7 +62,7 @@ def make_setting(
         topology: the expert-parallel group.
         batching: how the trace is divided into batches and micro-batches, and the seed of planning.
         cost: what is priced. `Costs` names hardware and a model, and scales the trace to the size of real
-            micro-batches. A `CostModel` is used as it is.
+            micro-batches. A `CostModel` is used as it is, which is striped only with ``striped=True``.
 
     Raises:
         ValueError: if the settings do not fit each other or the trace; a name is unknown; a number is out of its range;

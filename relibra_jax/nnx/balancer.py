@@ -200,6 +200,8 @@ class Balancer:
     def state(self) -> BalancerState:
         """The state that the next batch depends on. Set it to resume from a checkpoint.
 
+        Of its choices, those that cannot run here are replaced: another exchange by the first that can.
+
         Raises:
             ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """

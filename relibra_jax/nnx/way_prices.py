@@ -36,10 +36,11 @@ def run_in_way(parallel: ExpertParallel, way: Way) -> ExpertParallel:
 
 
 def allowed_way(way: Way, parallel: ExpertParallel) -> Way:
-    """Return a way of running layers with what settings leave no choice of in place of its own."""
+    """Return a way in which settings can run layers: the given one where they leave the choice."""
+    striped = way.striped if parallel.striped is None else parallel.striped
     return Way(
         exchange=way.exchange if way.exchange in parallel.exchanges else parallel.exchanges[0],
-        striped=way.striped if parallel.striped is None else parallel.is_striped,
+        striped=striped and parallel.topology.ranks_per_node > 1,
         replicas=way.replicas and parallel.topology.replica_slots > 0,
     )
 

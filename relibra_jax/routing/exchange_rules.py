@@ -11,7 +11,7 @@ PATHS: Final = ("flat", "hierarchical")
 REPLICA_FETCH: Final = "padded"
 """The fetch of replicas that ``auto`` chooses."""
 STRIPED_EXPERTS: Final = 4
-"""The least number of experts of a token with which layers are striped by default. To deal a token costs as much inside
+"""The least number of experts of a token with which layers may be striped by rule. To deal a token costs as much inside
 a node as one of its copies."""
 
 
@@ -46,7 +46,8 @@ def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
 def choose_striping(ranks_per_node: int, top_k: int) -> bool:
     """Choose whether layers are striped: if nodes have several ranks, and tokens enough experts (`STRIPED_EXPERTS`).
 
-    Batches are planned for that. A `relibra_jax.nnx.Balancer` prices its first batch without striping too.
+    It is the rule of a `relibra_jax.nnx.Balancer`, which prices its first batch without striping too, and of
+    `relibra_jax.evaluation`. Layers and prices by themselves are not striped.
 
     >>> choose_striping(8, 8), choose_striping(8, 1), choose_striping(1, 8)
     (True, False, False)
