@@ -31,7 +31,7 @@ from relibra_jax.nnx import Balancer, ExpertParallel, MoELayer, expert_mesh
 from relibra_jax.nnx.derived_cost import _print_default, cluster_of
 from relibra_jax.planning.planners import PlannerEntry
 
-LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 4
+LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 2
 PLANNER = relibra(place=functools.partial(place_experts, steps=50))
 ASSIGN = functools.partial(assign_samples, steps=20)
 SIZES = Model(
@@ -193,7 +193,7 @@ def test_balancer_cost_is_derived_from_model_and_device():
         fetch="padded",
         compute_bytes=4,
         sequences="padded",
-        striped=True,
+        striped=False,
     )
 
 
@@ -249,7 +249,7 @@ def test_balancer_rejects_a_cost_of_other_settings(change, message):
     ("change", "message"),
     [
         ({"num_experts": 16}, "num_experts=16, but the MoE layers of the model have 32"),
-        ({"top_k": 2}, "top_k=2, but the MoE layers of the model have 4"),
+        ({"top_k": 4}, "top_k=4, but the MoE layers of the model have 2"),
         ({"width": 4096}, "width=4096, but the MoE layers of the model have 8"),
         ({"expert_width": 12}, "expert_width=12, but the MoE layers of the model have 16"),
         ({"shared_width": 5}, "shared_width=5, but the MoE layers of the model have 0"),
