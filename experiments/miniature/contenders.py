@@ -203,8 +203,7 @@ class Run:
         for draw in draws:
             self.balancer.discard()
             self.batch = self.balancer.prepare(self.model, self.optimizer, draw.replay)
-        self.sizes, self.draw = sizes, draws[-1]
-        self.is_peer, self.is_even = contender.peer is not None, contender.even
+        self.contender, self.sizes, self.draw = contender, sizes, draws[-1]
         tokens, mask = draws[-1].tokens, draws[-1].replay.mask
         self.sequences = self.batch.to_ranks((tokens, mask, draws[-1].replay)), self.batch.packing
         if contender.peer is not None:

@@ -11,13 +11,10 @@ MaxText and Tunix are installed without their dependencies; those that no expert
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
-import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -28,6 +25,7 @@ from flax import nnx
 from flax.linen import partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from experiments.miniature.missing_packages import allow_missing
 from experiments.miniature.policy import Policy, Sizes, make_optimizer
 from pallas_kernels import ragged_dot
 from relibra_jax.contract.types import EMPTY
@@ -76,8 +74,8 @@ def why_no_peer(name: str) -> str | None:
 def import_peers(names: Iterable[str]) -> None:
     """Import the packages of peers, before anything is compiled: they change the keys of JAX's programs."""
     wanted = {PEERS[name] for name in names}
-    if wanted and not any(isinstance(finder, _Unused) for finder in sys.meta_path):
-        sys.meta_path.append(_Unused())  # after all others, so that installed packages are taken as they are
+    if wanted:
+        allow_missing(UNUSED)
     if "maxtext" in wanted:
         importlib.import_module("maxtext.layers.moe")
     if "tunix" in wanted:
@@ -134,7 +132,11 @@ class MaxTextExperts(nnx.Module):
 
     def __call__(self, x, expert_ids, mask):
         """Apply the layer to ``x[sequences, T, D]``. Positions without a token give 0."""
-        with self._rules(), _replaced(jax.lax, "ragged_dot", _product), _lanes(self.in_lanes, self.lane):
+        with (
+            self._rules(),
+            mock.patch.object(jax.lax, "ragged_dot", _product),
+            _lanes(self.in_lanes, self.lane),
+        ):
             out = self.moe(x, forced_routed_experts=jnp.where(mask[..., None], expert_ids, EMPTY))[0]
         nnx.pop(self.moe, nnx.Intermediate)  # whether tokens were dropped
         return out
@@ -182,11 +184,11 @@ class TunixExperts(nnx.Module):
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.mesh)
-            stack.enter_context(_replaced(jax.lax, "top_k", top_k))
+            stack.enter_context(mock.patch.object(jax.lax, "top_k", top_k))
             if self.in_lanes:
                 tpu = types.SimpleNamespace(platform="tpu")
-                stack.enter_context(_replaced(model, "jax", _Changed(jax, devices=lambda: [tpu])))
-                stack.enter_context(_replaced(model, "megablox", types.SimpleNamespace(gmm=_product)))
+                stack.enter_context(mock.patch.object(model, "jax", _Changed(jax, devices=lambda: [tpu])))
+                stack.enter_context(mock.patch.object(model, "megablox", types.SimpleNamespace(gmm=_product)))
             stack.enter_context(_lanes(self.in_lanes, self.lane))
             return self.moe(x) * mask[..., None]
 
@@ -298,13 +300,7 @@ def _lanes(wanted: bool, lane: int) -> contextlib.AbstractContextManager[Any]:
         place = jnp.where(row < received[:, None], to_all(output_start)[:, None] + row, len(output))
         return output.at[place].set(to_all(lanes), mode="drop")
 
-    return _replaced(jax.lax, "ragged_all_to_all", exchange) if wanted else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    with mock.patch.object(module, name, value):
-        yield
+    return mock.patch.object(jax.lax, "ragged_all_to_all", exchange) if wanted else contextlib.nullcontext()
 
 
 class _Changed:
@@ -315,32 +311,3 @@ class _Changed:
 
     def __getattr__(self, name):
         return getattr(self._module, name)
-
-
-class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of `UNUSED` that are not installed, and makes empty ones."""
-
-    def find_spec(self, name, path=None, target=None):
-        known = name.split(".")[0] in UNUSED
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec):
-        return _Nothing(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-class _Nothing(types.ModuleType):
-    """A package whose attributes do nothing."""
-
-    __version__ = "0"
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.__path__ = []
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock(return_value=False)

@@ -171,7 +171,7 @@ def _measure_rows(runs: dict[str, Run], rates: Rates, repeats: int) -> dict[str,
     timed = {name: functools.partial(_time_update, run) for name, run in runs.items()}
     results = alternating(timed, repeats=repeats, warm_up=0)
     losses = {name: each[-1][3] for name, each in results.items()}
-    _check_losses({name: loss for name, loss in losses.items() if not runs[name].is_even}, LATER)
+    _check_losses({name: loss for name, loss in losses.items() if not runs[name].contender.even}, LATER)
     return {
         name: {
             "seconds": [seconds for seconds, *_ in each],
@@ -179,7 +179,7 @@ def _measure_rows(runs: dict[str, Run], rates: Rates, repeats: int) -> dict[str,
             "fast_bytes": each[-1][1].tolist(),
             "slow_bytes": each[-1][2].tolist(),
             "needed": runs[name].needed,
-            "modelled": None if runs[name].is_peer else runs[name].modelled(rates),
+            "modelled": None if runs[name].contender.peer else runs[name].modelled(rates),
             "phases": None,
         }
         for name, each in results.items()
