@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims lint types quick test test-slow all-tests docs bench aot aot-quick check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -42,6 +42,9 @@ test-slow: $(VENV)/installed  ## run the tests that take several seconds each
 
 all-tests: $(VENV)/installed  ## run all tests but the long ones, in one run that shares compiled programs
 	$(RUN) -m pytest
+
+attack: $(VENV)/installed  ## attack training runs at random, and count how they end; minutes
+	$(RUN) tests/attack.py
 
 docs: $(VENV)/installed  ## build the documentation site in out/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir out/site
@@ -76,6 +79,7 @@ check-long: $(VENV)/installed  ## run what takes minutes: long tests, other vers
 	$(MAKE) x64
 	$(VENV)/bin/relibra compare --ablation
 	$(RUN) -m experiments.count_buffers
+	$(MAKE) attack
 	$(if $(AOT_HERE),$(MAKE) aot)
 
 format: $(VENV)/installed  ## format the code

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(PRIVILEGES is not None, reason=f"no miniature here: {PRIVILEGES}"),
 ]
 MINIATURE = Miniature(nodes=2, ranks=1, slow="400mbit", core=0.9)
-STEPS, LASTS, PATIENCE = 14, 10, 18
+STEPS, LASTS, PATIENCE, HUNG_AFTER = 14, 10, 18, 27
 """The steps of the run, the seconds of a fault that ends, and the time limit for a fault that does not."""
 
 
@@ -45,7 +45,8 @@ def environment():
 
 
 def train(*options, faults=()):
-    command = [sys.executable, str(PROGRAM), "small", "--patience", str(PATIENCE), *map(str, options)]
+    limits = ["--patience", str(PATIENCE), "--hung-after", str(HUNG_AFTER)]
+    command = [sys.executable, str(PROGRAM), "small", *limits, *map(str, options)]
     return run_on_ranks(MINIATURE, command, faults=faults)
 
 

@@ -272,7 +272,7 @@ def test_moe_layer_rejects_misfits_before_compilation():
     with pytest.raises(ValueError, match=r"mask: .*found \(16, 5, 1\)"):
         call(X, ids, plan, mask=MASK[..., None])
     zeros = jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN), jnp.bfloat16)
-    rounded = LayerExperts(zeros, None, zeros)
+    rounded = LayerExperts(zeros, None, zeros, plan.slot_expert)
     with pytest.raises(ValueError, match=r"float32.*bfloat16"):
         call(X, ids, plan, experts=rounded)
     other = dataclasses.replace(TOPOLOGY, num_nodes=4, ranks_per_node=2)

@@ -183,6 +183,11 @@ def test_multiplex_reports_bad_job_files(refused, tmp_path, text):
     assert BAD_JOBS[text] in refused(path)
 
 
+def test_multiplex_refuses_numbers_of_nodes_that_no_job_has(refused):
+    assert "rollout_nodes=-1 must be an integer of at least 1" in refused("--rollout-nodes", -1)
+    assert "training_nodes=0 must be an integer of at least 1" in refused("--training-nodes", 0)
+
+
 BAD_LINES = {
     "no learning step": (json.dumps({"kind": WARM_UP}), "none of the 1 lines in 1 files has kind 'learn'"),
     "no metrics": ("step 1", "line 1 is not a line of metrics"),

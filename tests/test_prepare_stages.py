@@ -75,7 +75,7 @@ def forward(model, batch, sequences, residents):
     def one(_, micro_batch):
         (x, replay), layers = micro_batch
         if residents is not None:
-            layers = layers._replace(residents=residents.weights)
+            layers = layers._replace(residents=residents._replace(step=None))
         return None, nnx.merge(graph, state)(x, replay, layers, batch.parallel)
 
     return jax.lax.scan(one, None, (sequences, batch.layers()))[1]
@@ -92,7 +92,7 @@ def train_step(model, optimizer, batch, sequences, weight, residents):
         return loss, (loss, slot_rows)
 
     gradients, (losses, slot_rows) = accumulate_gradients(
-        model, objective, batch, (sequences, weight), residents=residents
+        model, objective, batch, (sequences, weight), residents=residents, step=optimizer.step[...]
     )
     optimizer.update(model, gradients)
     return losses.sum(), slot_rows

@@ -120,7 +120,7 @@ def test_prepare_layers_equals_preparing_inside_the_step(path):
     parallel = parallel_of(path, check_rows=True)
     layers = prepare_layers(routings()[..., None, :], layer_plans(plan, load), parallel)
     for number, ids in enumerate(routings()):
-        layer = layers.layer(number).layer(0)._replace(residents=residents[0])
+        layer = layers.layer(number).layer(0)._replace(residents=residents.layer(0))
         actual = run_prepared(experts, layer, ids, GATES[number], parallel)
         assert_close(actual.output, expected()[number]["output"], 2e-6)
         np.testing.assert_array_equal(actual.slot_rows, plan.quota[number, 0])
@@ -131,7 +131,7 @@ def test_prepared_layer_leaves_nothing_to_sort_or_search():
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("hierarchical", implementation="reference")
     of_layer = layer_plans(plan, load).layer(0).layer(0)
-    layer = prepare(routings()[0], of_layer, parallel=parallel)._replace(residents=residents[0])
+    layer = prepare(routings()[0], of_layer, parallel=parallel)._replace(residents=residents.layer(0))
     run = functools.partial(run_prepared, parallel=parallel)
     prepared, inside = (
         primitives(jax.make_jaxpr(function)(*arguments).jaxpr)
@@ -163,7 +163,7 @@ def test_prepared_layer_is_nan_for_other_ids():
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
-    layer = layer._replace(residents=residents[0])
+    layer = layer._replace(residents=residents.layer(0))
     ids = np.array(routings()[0])
     ids[6] = ids[6, ::-1]
     out = np.asarray(run_prepared(experts, layer, ids, GATES[0], parallel).output)
@@ -177,7 +177,7 @@ def test_fitted_exchange_chooses_a_length_once_at_each_hop(path, choices):
     plan, load, experts, residents = a_batch()
     parallel = parallel_of(path, exchange="fitted")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
-    layer = layer._replace(residents=residents[0])
+    layer = layer._replace(residents=residents.layer(0))
     program = str(
         jax.make_jaxpr(run_prepared, static_argnums=4)(experts, layer, routings()[0], GATES[0], parallel)
     )
@@ -192,7 +192,7 @@ def test_check_rows_counts_rows_in_other_slots(path):
     layer_plan = layer_plans(plan, load).layer(0).layer(0)
     for check_rows in (False, True):
         parallel = parallel_of(path, check_rows=check_rows)
-        layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents[0])
+        layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents.layer(0))
         dispatch = layer.token_tables.dispatch
         flat = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
         arrival = np.array(flat.hop.arrival)
@@ -247,7 +247,8 @@ def test_fetch_replicas_rejects_residents_without_slots():
         ValueError, match=r"resident_slots=1, but the layer has no weights of residents: set PreparedLayer\."
     ):
         fetch_replicas(experts, layer, VALUES["x"], parallel)
-    twice = jnp.concatenate([residents[0]] * 2, axis=2)
+    one = residents.layer(0)
+    twice = one._replace(weights=jnp.concatenate([one.weights] * 2, axis=2))
     with pytest.raises(
         ValueError, match=r"residents: expected shape \(2, 4, 1, 3, 6, 5\), found \(2, 4, 2, 3"
     ):
@@ -257,7 +258,7 @@ def test_fetch_replicas_rejects_residents_without_slots():
     with pytest.raises(
         ValueError, match=r"residents of shape \(2, 4, 1, .*, but the topology has resident_slots=0"
     ):
-        fetch_replicas(experts, layer._replace(residents=residents[0]), VALUES["x"], elsewhere)
+        fetch_replicas(experts, layer._replace(residents=residents.layer(0)), VALUES["x"], elsewhere)
     with pytest.raises(ValueError, match=r"plan.slot_expert: expected shape \(2, 4, 4\), found \(2, 4, 5\)"):
         prepare_layer(routings()[0], layer_plans(plan, load).layer(0).layer(0), elsewhere)
 
@@ -273,8 +274,8 @@ def test_prepare_layers_serves_plans_with_empty_resident_slots():
     experts = VALUES["experts"][home_layout(layer_plan.home, topology)]
     whole = Plan(of_batch.slot_expert, of_batch.home[0], of_batch.quota)
     layer = prepare(routings()[0], layer_plan, parallel=parallel)
-    layer = layer._replace(residents=push([experts], whole, parallel=parallel)[0])
-    assert not np.asarray(layer.residents).any()
+    layer = layer._replace(residents=push([experts], whole, parallel=parallel).layer(0))
+    assert not np.asarray(layer.residents.weights).any()
     actual = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
     assert_close(actual.output, expected()[0]["output"], 2e-6)
     assert actual.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K

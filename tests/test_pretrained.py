@@ -197,6 +197,57 @@ def assert_rejected(folder, match, **options):
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.layers.1.mlp.experts.5.up_proj.weight", np.nan), ("lm_head.weight", np.inf)],
+)
+def test_load_pretrained_names_a_tensor_that_is_not_finite(folder, name, value):
+    def change(tensors):
+        tensors[name] = np.array(tensors[name])
+        tensors[name][1, 2] = value
+
+    with_tensors(folder, change)
+    assert_rejected(folder, rf"^tensor {name}: a value is not finite in float32$")
+
+
+@pytest.mark.parametrize(
+    "place", ["../model.safetensors", "/tmp/model.safetensors", "a/../model.safetensors"]
+)
+def test_load_pretrained_reads_no_shard_outside_the_folder(folder, place):
+    tensors = read_all(folder)
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, place)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_rejected(folder, rf"the shard '{place}' must be a file of this folder")
+
+
+def test_load_pretrained_takes_any_name_of_a_tensor(folder):
+    with_tensors(folder, lambda tensors: tensors.update({"x{y}.0.w": np.zeros(1), "x{y}.1.w": np.zeros(1)}))
+    assert_rejected(folder, r"unexpected: x\{y\}\.\{0\.\.1\}\.w \(2\)")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_load_pretrained_survives_json_of_many_levels(folder, file):
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / file).write_text('{"a": ' * 100_000)
+    assert_rejected(folder, file)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"rope_type": {"a": 1}}},
+        {"rope_parameters": {"rope_type": ["default"]}},
+        {"rms_norm_eps": float("inf")},
+        {"rms_norm_eps": float("nan")},
+    ],
+)
+def test_load_pretrained_names_a_field_of_the_wrong_kind(folder, fields):
+    with_fields(folder, **fields)
+    assert_rejected(folder, next(iter(fields)))
+
+
 def test_load_pretrained_names_all_tensors_that_do_not_match_in_one_error(folder):
     def change(tensors):
         for expert in range(16):

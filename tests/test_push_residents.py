@@ -68,7 +68,7 @@ def compiled(mesh, resident_slots=2, **options):
 
     @jax.jit
     def both(experts, gradients, plan):
-        pushed = push_residents(experts, plan, parallel, **options)
+        pushed = push_residents(experts, plan, parallel, **options).weights
         nothing = jnp.zeros_like(experts)
         return pushed, return_gradients(gradients, nothing, plan, parallel, **options)
 
@@ -114,7 +114,10 @@ def test_return_gradients_is_the_transpose_of_the_push():
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
     experts = at_home(plan, topology)
     gradients = RNG.normal(size=expected(plan, topology).shape).astype(np.float32)
-    push = functools.partial(push_residents, plan=plan, parallel=parallel)
+
+    def push(experts):
+        return push_residents(experts, plan, parallel).weights
+
     desired = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
     actual = compiled("2x4")(experts, gradients, plan)[1]
     np.testing.assert_array_equal(actual, desired)
@@ -126,7 +129,7 @@ def test_push_residents_takes_stacked_and_single_layers():
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
     experts = at_home(plan, topology)
     parts = {"first": experts[0], "others": experts[1:]}
-    pushed = jax.jit(lambda parts: push_residents(parts, plan, parallel))(parts)
+    pushed = jax.jit(lambda parts: push_residents(parts, plan, parallel).weights)(parts)
     np.testing.assert_array_equal(pushed, expected(plan, topology))
     returned = jax.jit(lambda pushed, parts: return_gradients(pushed, parts, plan, parallel))(pushed, parts)
     assert jax.tree.map(np.shape, returned) == jax.tree.map(np.shape, parts)
@@ -147,7 +150,7 @@ def test_push_residents_runs_over_data_and_fsdp_axes():
     spec = jax.P(None, "node", "local", None, None, "fsdp")
     experts = jax.device_put(at_home(plan, topology), jax.NamedSharding(mesh, spec))
     options = {"fsdp_axis": "fsdp"}
-    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel, **options))(experts)
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel, **options).weights)(experts)
     desired = expected(plan, topology)
     assert pushed.shape == (LAYERS, 2, 1, 2, 1, 2, 3, WIDTH, HIDDEN)
     assert pushed.addressable_shards[0].data.shape == (LAYERS, 1, 1, 1, 1, 2, 3, WIDTH // 2, HIDDEN)
@@ -168,7 +171,7 @@ def test_push_residents_sends_the_dtype_of_the_computation():
     topology = topology_of("2x4")
     plan, _ = random_residents(topology, 4)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
-    push = jax.jit(lambda experts: push_residents(experts, plan, parallel, dtype=jnp.bfloat16))
+    push = jax.jit(lambda experts: push_residents(experts, plan, parallel, dtype=jnp.bfloat16).weights)
     pushed = push(at_home(plan, topology))
     np.testing.assert_array_equal(pushed, expected(plan, topology).astype(jnp.bfloat16))
 
@@ -221,7 +224,7 @@ def test_push_residents_is_nan_in_too_small_buffers(small):
         push = dataclasses.replace(capacities.push, **{small: less})
         capacities = dataclasses.replace(capacities, push=push)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities)
-    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel))(at_home(plan, topology))
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel).weights)(at_home(plan, topology))
     if small is None:
         np.testing.assert_array_equal(pushed, expected(plan, topology))
     else:
@@ -236,14 +239,16 @@ def test_push_residents_of_no_residents_sends_nothing():
     assert capacities.push == PushSizes(exports=0, pair=0, own=0)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities)
     experts = at_home(plan, topology)
-    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel))(experts)
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel).weights)(experts)
     np.testing.assert_array_equal(pushed, expected(plan, topology))
     assert not np.any(pushed)
     returned = jax.jit(lambda *gradients: return_gradients(*gradients, plan, parallel))(pushed, experts)
     np.testing.assert_array_equal(returned, experts)
     # Such buffers are too small for a plan with residents.
     other, _ = random_residents(topology, 7)
-    pushed = jax.jit(lambda experts: push_residents(experts, other, parallel))(at_home(other, topology))
+    pushed = jax.jit(lambda experts: push_residents(experts, other, parallel).weights)(
+        at_home(other, topology)
+    )
     assert np.isnan(pushed).all()
 
 
@@ -251,7 +256,7 @@ def test_check_residents_rejects_outdated_residents():
     topology = topology_of("2x4")
     plan, other = (random_residents(topology, seed)[0] for seed in (0, 1))
     experts = np.asarray(resident_experts(plan, topology))
-    residents = Residents(expected(plan, topology), np.asarray(3, np.int32), experts)
+    residents = Residents(expected(plan, topology), experts, np.asarray(3, np.int32))
     check_residents(residents, jnp.asarray(3), plan, topology)
     with pytest.raises(ValueError, match="pushed at optimizer step 3, but the optimizer is at step 4: push"):
         check_residents(residents, 4, plan, topology)
@@ -259,6 +264,12 @@ def test_check_residents_rejects_outdated_residents():
         ValueError, match=r"layer 0, node 0, .*: has expert -?\d+, but the plan has -?\d+: push"
     ):
         check_residents(residents, 3, other, topology)
+    with pytest.raises(ValueError, match="do not say when they were pushed: push them with step="):
+        check_residents(residents._replace(step=None), 3, plan, topology)
+    with pytest.raises(ValueError, match=r"take those of a step with residents\.at\(step\) first"):
+        residents.layer(0)
+    assert (np.asarray(residents.at(4).layer(0).experts) < EMPTY).all()
+    np.testing.assert_array_equal(residents.at(3).layer(1).experts, experts[1])
 
 
 @pytest.mark.parametrize(

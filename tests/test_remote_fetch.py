@@ -20,6 +20,7 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas
 from relibra_jax.execution.mesh import why_not_remote
 from relibra_jax.execution.prepared_layer import prepare_fetch
+from relibra_jax.execution.residents import Residents
 from relibra_jax.routing.sizes import worst_case_capacities
 
 RESIDENTS, REPLICAS = 1, 2
@@ -69,9 +70,10 @@ def fetched(mesh, kind):
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch=kind)
 
     def loss(buffers, x, layer, cotangent):
-        layer = layer._replace(residents=buffers["residents"])
+        experts = layer.slot_expert[..., topology.home_slots : topology.held_slots]
+        layer = layer._replace(residents=Residents(buffers["residents"], experts))
         out, x = fetch_replicas(buffers["home"], layer, x, parallel)
-        total = sum((leaf * weight).sum() for leaf, weight in zip((*out, x), cotangent, strict=True))
+        total = sum((leaf * weight).sum() for leaf, weight in zip((*out.weights, x), cotangent, strict=True))
         return total, out.replicas
 
     def step(buffers, x, plan, cotangent):

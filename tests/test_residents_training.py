@@ -78,7 +78,10 @@ def train_step(model, optimizer, batch, sequences, batch_load, residents, *, upd
 
     share = slice(update * MICRO_BATCHES, (update + 1) * MICRO_BATCHES)
     gradients, (losses, slot_rows) = accumulate_gradients(
-        model, objective, batch, sequences, micro_batches=share, residents=residents
+        *(model, objective, batch, sequences),
+        micro_batches=share,
+        residents=residents,
+        step=optimizer.step[...],
     )
     optimizer.update(model, gradients)
     return losses.sum(), optax.tree.norm(gradients), slot_rows

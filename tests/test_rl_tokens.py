@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from experiments.rl import chat_templates
 from experiments.rl.chat_templates import chat_renderer
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
@@ -221,11 +222,21 @@ def test_chat_renderer_renders_the_same_as_transformers():
         ("{{ messages[0]['content'] + 1 }}", r"chat_template\.jinja: can only concatenate str"),
         ("{{ messages.__class__.__mro__ }}", r"chat_template\.jinja: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", r"chat_template\.jinja: access to attribute 'append'"),
+        ("{{ 'x' * 10**10 }}", r"chat_template\.jinja: MemoryError$"),
+        ("{{ 'x' * 2**21 }}", r"chat_template\.jinja: it gives more than 1048576 characters$"),
+        ("x" * 2**21, r"chat_template\.jinja: a template of 2097152 characters; at most 1048576$"),
     ],
 )
 def test_load_tokenizer_rejects_templates_that_fail(checkpoint, template, refusal):
     with pytest.raises(ValueError, match=refusal):
         load_tokenizer(checkpoint(template))
+
+
+def test_load_tokenizer_rejects_templates_that_take_too_long(checkpoint, monkeypatch):
+    monkeypatch.setattr(chat_templates, "MOST_SECONDS", 1.0)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: it takes more than 1 s$"):
+        load_tokenizer(checkpoint(loop))
 
 
 def test_load_tokenizer_rejects_named_templates_without_a_default(checkpoint):

@@ -152,12 +152,13 @@ def test_replay_from_rollout_refuses_prime_rls_bytes_of_the_wrong_width():
         read("prime_rl", [transport], ONE)
 
 
-def test_replay_from_rollout_asks_for_the_start_of_miles_with_fewer_rows():
-    rows = [sample[1:] for sample in vllm(example(), LEFT_PADDED)]
+@pytest.mark.parametrize(("layout", "encode"), [("miles", lambda rows: rows), ("areal", areal_response)])
+def test_replay_from_rollout_asks_for_the_start_of_fewer_rows(layout, encode):
+    rows = [encode(sample[1:]) for sample in vllm(example(), LEFT_PADDED)]
     with pytest.raises(
-        ValueError, match=r"^layout 'miles': sample 0: found 2 rows, expected 4, .*pass start"
+        ValueError, match=rf"^layout '{layout}': sample 0: found 2 rows, expected 4, .*pass start"
     ):
-        read("miles", rows)
+        read(layout, rows)
 
 
 def test_replay_from_rollout_starts_miles_at_0_and_drops_its_padding():

@@ -209,10 +209,10 @@ def input_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], 
     def stacked(leaf: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
         return _array(parallel, (*lead, layers), leaf.shape[2:], leaf.dtype, *spec)
 
-    prepared = jax.tree.map(lambda leaf: stacked(leaf, *RANKS), tables._replace(home=None))
+    prepared = jax.tree.map(lambda leaf: stacked(leaf, *RANKS), tables._replace(slot_expert=None))
     return Inputs(
         x=_array(parallel, lead, (*samples, model.width), jnp.bfloat16, RANKS),
-        prepared=prepared._replace(home=stacked(tables.home)),
+        prepared=prepared._replace(slot_expert=stacked(tables.slot_expert)),
         expert_ids=_array(parallel, (*lead, layers), (*samples, model.top_k), jnp.int32, RANKS),
     )
 

@@ -50,25 +50,27 @@ def update(
     Returns:
         The new parameters and the new state.
     """
-    has_residents = parallel.topology.resident_slots > 0
-    residents = None
-    if has_residents:
+    residents = weights = None
+    if parallel.topology.resident_slots:
         residents = push_residents(
             params.experts, plan, parallel, dtype=inputs.x.dtype, chunk_bytes=chunk_bytes
         )
+        weights = residents.weights
 
     def micro_batch_loss(trainable, micro_batch):
-        params, residents = trainable
-        prepared = micro_batch.prepared._replace(residents=residents)
+        params, weights = trainable
+        prepared = micro_batch.prepared
+        if residents is not None:
+            prepared = prepared._replace(residents=residents._replace(weights=weights))
         return loss(params, micro_batch.x, prepared, micro_batch.expert_ids, model, parallel)
 
     def accumulate(total, micro_batch):
-        value, gradients = jax.value_and_grad(micro_batch_loss)((params, residents), micro_batch)
+        value, gradients = jax.value_and_grad(micro_batch_loss)((params, weights), micro_batch)
         return jax.tree.map(jnp.add, total, gradients), value
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (params, residents))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (params, weights))
     (gradients, resident_gradients), _ = jax.lax.scan(accumulate, zeros, inputs)
-    if has_residents:
+    if residents is not None:
         totals = return_gradients(
             resident_gradients, gradients.experts, plan, parallel, chunk_bytes=chunk_bytes
         )

@@ -51,6 +51,10 @@ class RunJob:
     quantile: float = 0.95
     """For folders of runs: the share of steps that do not exceed the conservative duration."""
 
+    def __post_init__(self) -> None:
+        for name in ("rollout_nodes", "training_nodes"):
+            check_integer(name, getattr(self, name), least=1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nodes:

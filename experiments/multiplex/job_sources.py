@@ -54,7 +54,7 @@ def read_jobs(path: str | os.PathLike) -> list[Job]:
     """
     try:
         jobs = json.loads(Path(path).read_text())
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not a JSON file ({error})") from None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise ValueError(f"{path} must contain a JSON list of jobs, each a JSON object")

@@ -125,7 +125,7 @@ def _durations(place: str, line: str) -> tuple[float, float] | None:
         metrics = json.loads(line)
         if metrics["kind"] != LEARN:
             return None
-    except (ValueError, TypeError, KeyError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         raise ValueError(f"{place} is not a line of metrics") from None
     for name in (*ROLLOUT_TIMES, *TRAINING_TIMES):
         seconds = metrics.get(name)

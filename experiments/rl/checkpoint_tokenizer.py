@@ -77,7 +77,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(settings).__name__}")

@@ -18,7 +18,7 @@ from experiments.rl.dapo import Dapo
 from experiments.rl.generation import check_sampling
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
-from experiments.rl.process_group import PATIENCE_SECONDS
+from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
 from experiments.rl.step import Clip
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
@@ -46,6 +46,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
         **dict.fromkeys(("checkpoint_every", "evaluate_every"), 1),
         "patience": 6,
+        "hung_after": 10,
     }
 )
 """The smallest value of integer settings. Some of them may also be None."""
@@ -156,8 +157,10 @@ class Train:
     resume: Path | None = None
     """The folder of an earlier run to continue. Its settings are the defaults of all other options."""
     patience: int = PATIENCE_SECONDS
-    """The seconds without an answer from the host of a process after which all others end.
-    A process that hangs on a host that answers counts as lost after half as long again."""
+    """The seconds without an answer from the host of a process after which all others end."""
+    hung_after: int = HUNG_SECONDS
+    """The seconds without a heartbeat after which a process on a host that answers counts as hung, and all others end.
+    Threads of JAX send heartbeats, also during long computations. A host without a free core may delay them."""
     verify: bool = True
     """Whether a resumed run compares its checkpoint with the digests that were saved with it."""
 

@@ -34,8 +34,8 @@ ARRIVE_SECONDS: Final = 45
 """The time that processes wait for each other at the start."""
 PATIENCE_SECONDS: Final = 30
 """The time without an answer from the host of a process after which the others end, unless a run sets another."""
-HEARTBEATS: Final = 1.5
-"""The time without a heartbeat after which JAX considers a process hung, in multiples of the patience."""
+HUNG_SECONDS: Final = 300
+"""The time without a heartbeat after which a process counts as hung, unless a run sets another."""
 VERDICT_SECONDS: Final = 2.0
 """The time that an error waits for news that another process was lost, which may have caused it."""
 STATUS: Final = 1
@@ -96,7 +96,9 @@ class ProcessGroup:
 
 
 @contextlib.contextmanager
-def join_processes(patience: int = PATIENCE_SECONDS) -> Iterator[ProcessGroup]:
+def join_processes(
+    patience: int = PATIENCE_SECONDS, hung_after: int = HUNG_SECONDS
+) -> Iterator[ProcessGroup]:
     """Connect to the other processes that a launcher started with this one. A process that runs alone does nothing.
 
     In the block, this process ends when another one is lost. An error on this process ends the others, too. The process
@@ -104,14 +106,14 @@ def join_processes(patience: int = PATIENCE_SECONDS) -> Iterator[ProcessGroup]:
     libraries below Python goes to a file.
 
     Args:
-        patience: the seconds without an answer from the host of a process after which it counts as lost. A process that
-            hangs on a host that answers counts as lost after half as long again.
+        patience: the seconds without an answer from the host of a process after which it counts as lost.
+        hung_after: the seconds without a heartbeat after which a process on a host that answers counts as hung.
 
     Raises:
         ValueError: under the conditions of `experiments.rl.launchers.find_launch`, or if the processes cannot connect.
     """
     launch = None if jax.distributed.is_initialized() else find_launch(os.environ)
-    group = ProcessGroup(heartbeat=round(HEARTBEATS * patience))
+    group = ProcessGroup(heartbeat=hung_after)
     if launch is None:
         yield group
         return

@@ -99,7 +99,7 @@ def saved_config(folder: Path) -> Train:
         }
         model = None if saved.get("model") is None else Path(saved["model"])
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
 
 

@@ -138,7 +138,8 @@ def recompute_planned(
     agent = state.agent if float8 is None else in_float8(state.agent, float8)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
-        output = recompute(agent, batch, samples, residents, temperature=config.temperature)
+        step = state.optimizer.step[...]
+        output = recompute(agent, batch, samples, residents, step, temperature=config.temperature)
         check_executed(output.slot_rows, batch)
         parts.append(batch.from_ranks((output.log_probs, output.values)))
     if stages.recompute is not stages.updates:

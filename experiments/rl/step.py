@@ -130,6 +130,7 @@ def recompute(
     batch: PreparedBatch,
     samples: TrainingBatch,
     residents: Residents | None = None,
+    step: Int[Array, ""] | None = None,
     *,
     temperature: float,
     record: bool = False,
@@ -141,6 +142,7 @@ def recompute(
         batch: the prepared batch, which replays the samples' recorded routing or routes live.
         samples: the samples, on the ranks.
         residents: the residents that `prepare_residents` made. None if the batch has none.
+        step: the step number of the optimizer, with residents.
         temperature: the sampling temperature of the responses.
         record: whether to return the routing that ran.
 
@@ -152,7 +154,8 @@ def recompute(
     def run_micro_batch(_, micro_batch):
         samples, layers = micro_batch
         if residents is not None:
-            layers = layers._replace(residents=residents.weights)
+            assert step is not None, "residents belong to a step of the optimizer"
+            layers = layers._replace(residents=residents.at(step))
         agent = nnx.merge(graph, state)
         output, log_probs = _run(agent.policy, samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
@@ -224,7 +227,9 @@ def update(
         counts = (load, output.slot_rows, _count_changes(model, output, samples))
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
-    gradients, (shares, *counts) = accumulate_gradients(agent, objective, batch, samples, residents=residents)
+    gradients, (shares, *counts) = accumulate_gradients(
+        agent, objective, batch, samples, residents=residents, step=optimizer.step[...]
+    )
     optimizer.update(agent, gradients)
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), *counts)

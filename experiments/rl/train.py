@@ -77,7 +77,7 @@ def run_train(
         ValueError: if the settings do not fit together or the planner rejects them, the writer does not exist, a
             checkpoint is damaged or belongs to another model, or training diverges.
     """
-    with join_processes(config.patience) as group:
+    with join_processes(config.patience, config.hung_after) as group:
         if is_first() and writer is None and config.writer is not None:
             writer = import_writer(config.writer)
         console = console if is_first() else Console(quiet=True)

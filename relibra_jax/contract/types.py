@@ -13,6 +13,9 @@ replica          a temporary copy of an expert in a *replica slot*, for one micr
 resident         a copy of an expert in a *resident slot*, which stays there for the whole batch. It has no optimizer
                  state. In every update its weights are sent over the slow network once, and its gradient is sent
                  back once
+epoch            what copies of experts and prepared tables belong to: the expert in every slot, and for residents the
+                 optimizer's step. They carry it, and layers with another one return NaN
+logical order    experts by their ids, wherever their homes are
 batch            the work between two placements; it has one or several optimizer updates
 update           one optimizer step of a batch
 micro-batch      one forward and one backward pass of an update

@@ -24,7 +24,7 @@ One optimizer update, without Flax::
     layers = prepare_layers(expert_ids, layer_plans, parallel)                  # once a batch
     residents = push_residents(experts, plan, parallel)                         # once an update, if there are slots
     for each micro-batch m and layer l:
-        layer = layers.layer(m).layer(l)._replace(residents=residents[l])
+        layer = layers.layer(m).layer(l)._replace(residents=residents.layer(l))
         layer_experts, x = fetch_replicas(experts[l], layer, x, parallel)       # before attention
         x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, layer_experts, layer, parallel).output
     gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
@@ -36,7 +36,7 @@ from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.gating import balance_loss, gates_at, select_experts
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
-from relibra_jax.execution.migration import migrate_experts
+from relibra_jax.execution.migration import MoveError, migrate_experts
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
@@ -56,6 +56,7 @@ __all__ = [
     "Capacities",
     "ExpertParallel",
     "LayerExperts",
+    "MoveError",
     "PreparedLayer",
     "Residents",
     "balance_loss",

@@ -11,6 +11,9 @@ There are at most ``ceil(log2(H)) + 2`` programs for each kind of leaf.
 
 Layers move one at a time in donated buffers, in a few chunks along a feature dimension. Temporary memory is about one
 rank's share of one layer. A leaf in host memory stays there, and its layers pass through device memory.
+
+A move is a transaction. Signals wait until it ends. If a step of it fails, the steps before it are undone, and
+`MoveError` has the tree with its experts in their old homes.
 """
 
 import functools
@@ -27,6 +30,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, leaf_name, slot_spec
 from relibra_jax.execution.mesh import RANKS
+from relibra_jax.support.interrupts import signals_deferred
 
 CHUNKS: Final = 4
 """The number of parts in which a layer travels, one after another."""
@@ -41,6 +45,18 @@ class MoveTables(NamedTuple):
     """The departure, numbered over all ranks, that becomes each arrival, rank by rank."""
     source: Int[Array, "P H"]
     """The source of each slot's new expert: one of the rank's slots h, or H + a for its arrival a."""
+
+
+class MoveError(jax.errors.JaxRuntimeError):
+    """A move of experts that failed. Its message begins with that of its cause.
+
+    Attributes:
+        tree: the tree with its experts in their old homes, which replaces the donated one. None if some were lost.
+    """
+
+    def __init__(self, cause: Exception, what: str, tree: PyTree | None):
+        super().__init__(f"{' '.join(str(cause).split()) or type(cause).__name__}; {what}")
+        self.tree = tree
 
 
 def migrate_experts(
@@ -74,6 +90,7 @@ def migrate_experts(
     Raises:
         ValueError: before compilation and before any move, if the homes of a layer are not a permutation, the mesh does
             not fit the topology, or a leaf has no label or a different layout.
+        MoveError: if a step fails, for example because memory runs out.
 
     >>> from relibra_jax.execution.mesh import expert_mesh, rank_sharding
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=3, replica_slots=0)
@@ -91,13 +108,26 @@ def migrate_experts(
         raise ValueError(f"old_home has {len(old)} layers, but new_home has {len(new)}")
     leaves = expert_leaves(tree, layers, num_layers=len(old), mesh=mesh, topology=topology)
     _check_no_aliases(leaves)
-    tables = {
-        layer: move_tables(old[layer], new[layer], topology)
-        for layer in range(len(old))
-        if (old[layer] != new[layer]).any()
-    }
-    arrays = [leaf.array if leaf.layers is None else _migrate(leaf, tables) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), arrays)
+    there, back = (
+        {
+            layer: move_tables(start[layer], end[layer], topology)
+            for layer in np.flatnonzero((old != new).any(-1)).tolist()
+        }
+        for start, end in ((old, new), (new, old))
+    )
+    structure, moves = jax.tree.structure(tree), _Moves(leaves)
+    with signals_deferred():
+        try:
+            moves.run(there)
+        except Exception as error:
+            what = f"moving experts failed at move {len(moves.done) + 1}"
+            try:
+                moves.undo(back)
+            except Exception:
+                raise MoveError(error, f"{what}, and some of them are lost", None) from error
+            old = jax.tree.unflatten(structure, moves.arrays)
+            raise MoveError(error, f"{what}; all of them are at their old homes again", old) from error
+    return jax.tree.unflatten(structure, moves.arrays)
 
 
 @functools.cache
@@ -169,14 +199,45 @@ def _check_no_aliases(leaves: list[ExpertLeaf]) -> None:
             )
 
 
-def _migrate(leaf: ExpertLeaf, tables: dict[int, MoveTables]) -> jax.Array:
-    array = leaf.array
-    for index, layer in enumerate(leaf.layer_numbers):
-        if layer in tables:
-            array = migration_step(array.sharding, stacked=leaf.stacked)(
-                array, np.int32(index), tables[layer]
-            )
-    return array
+class _Moves:
+    """The moves of all leaves: one step for each layer of each leaf, in donated buffers."""
+
+    def __init__(self, leaves: list[ExpertLeaf]):
+        self.arrays = [leaf.array for leaf in leaves]
+        self.done: list[tuple[int, int, int]] = []
+        self._leaves = leaves
+
+    def run(self, tables: dict[int, MoveTables]) -> None:
+        """Run all steps whose layer has tables, and wait for them."""
+        for number, leaf in enumerate(self._leaves):
+            for index, layer in enumerate(leaf.layer_numbers):
+                if layer in tables:
+                    self._step(number, index, tables[layer])
+                    self.done.append((number, index, layer))
+        self._wait()
+
+    def undo(self, tables: dict[int, MoveTables]) -> None:
+        """Undo the steps that were done, with the tables of the moves back.
+
+        Raises:
+            RuntimeError: if there are several processes, of which others may have moved on.
+        """
+        if jax.process_count() > 1:
+            raise RuntimeError("moves of several processes cannot be undone by one of them")
+        for number, index, layer in reversed(self.done):
+            self._step(number, index, tables[layer])
+        self._wait()
+
+    def _step(self, number: int, index: int, tables: MoveTables) -> None:
+        array = self.arrays[number]
+        step = migration_step(array.sharding, stacked=self._leaves[number].stacked)
+        self.arrays[number] = step(array, np.int32(index), tables)
+
+    def _wait(self) -> None:
+        """Wait for the arrays. A lost array raises."""
+        jax.block_until_ready(
+            [array for array, leaf in zip(self.arrays, self._leaves, strict=True) if leaf.layers is not None]
+        )
 
 
 def _move_part(

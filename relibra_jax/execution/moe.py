@@ -95,7 +95,8 @@ def moe_layer(
     Returns:
         The output, and the number of rows that each slot computed. All tokens of a group are NaN if its
         plan is invalid or does not add up to its load, its buffers are too small, or its ids do not have the load of
-        the plan. All tokens of a rank are NaN if ``layer`` was prepared from different ids.
+        the plan. All tokens of a rank are NaN if ``layer`` was prepared from different ids. All tokens are NaN if
+        ``experts`` has other experts in its slots than ``layer``.
 
     Raises:
         ValueError: if the shapes do not fit each other, or ``layer`` was prepared without tokens.
@@ -114,11 +115,13 @@ def moe_layer(
             f" prepared for {tokens} tokens with {top_k} experts"
         )
     lead, matrices = (*parallel.data_shape, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
-    for name, buffer, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
+    kinds = zip(LayerExperts._fields, experts.weights, _slots(parallel.topology), strict=False)
+    for name, buffer, slots in kinds:
         if buffer is not None or slots:
             shape = (*lead, 0) if buffer is None else buffer.shape
             check_shape(f"experts.{name}", shape, (*lead, slots, *matrices))
-    weights = tuple(buffer for buffer in experts if buffer is not None)
+    check_shape("experts.slot_expert", experts.slot_expert.shape, layer.slot_expert.shape)
+    weights = tuple(buffer for buffer in experts.weights if buffer is not None)
     place = (0,) * len(lead)
 
     @functools.partial(
@@ -135,6 +138,8 @@ def moe_layer(
         same_ids = (ids == tables.expert_ids.astype(jnp.int32)).all()
         return (out * one_or_nan(same_ids, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
+    as_planned = (jnp.asarray(experts.slot_expert) == jnp.asarray(layer.slot_expert)).all()
+    tables = tables._replace(valid=tables.valid & as_planned)
     return LayerOutput(*on_rank(x, expert_ids, gates, weights, tables))
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Int, Integer
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan
 from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
@@ -26,6 +26,7 @@ from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
+from relibra_jax.execution.residents import Residents
 from relibra_jax.execution.stripes import stripe
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
@@ -61,15 +62,16 @@ class PreparedLayer(NamedTuple):
     Tables are arrays over the ranks, ``[*stack, *data, N, G, ...]``: each rank holds its own part.
     """
 
-    home: Int[Array, "*stack E"]
-    """Flat home slot of each expert in the plan, ``[*stack, *data, E]``."""
+    slot_expert: Int[Array, "*stack N G S"]
+    """The expert in each slot of the plan, ``[*stack, *data, N, G, S]``. `moe_layer` compares it with the slots that
+    its experts fill, so experts that were fetched or pushed for another plan give NaN."""
     fetch_tables: FetchTables | None
     """The tables of the replica fetch; None without replica slots."""
     token_tables: TokenTables | None
     """The tables for tokens; None if only replicas were prepared."""
-    residents: Float[Array, "*stack N G B three D F"] | None = None
-    """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axis of
-    micro-batches; None if there are no residents."""
+    residents: Residents | None = None
+    """The residents of the layer (`relibra_jax.execution.residents.push_residents`), without the axis of
+    micro-batches and without a step number (`Residents.at`); None if there are none."""
 
     def layer(self, index: Any) -> "PreparedLayer":
         """Return element ``index`` of the first stacked axis."""
@@ -114,14 +116,14 @@ def prepare_layer(
             return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
 
     fetch, tokens = on_rank(expert_ids, plan)
-    return PreparedLayer(jnp.asarray(plan.home), fetch, tokens)
+    return PreparedLayer(jnp.asarray(plan.slot_expert), fetch, tokens)
 
 
 def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
     """Prepare only the replica fetch of one layer, the part of `prepare_layer` that needs no tokens."""
     check_layer_plan(plan, parallel)
     if not parallel.topology.replica_slots:
-        return PreparedLayer(plan.home, None, None)
+        return PreparedLayer(plan.slot_expert, None, None)
     group = (0,) * len(parallel.data_axes)
 
     @functools.partial(
@@ -131,7 +133,7 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
         plan = jax.tree.map(lambda leaf: leaf[group], plan)
         return _over_ranks(_fetch_on_rank(plan, parallel), parallel)
 
-    return PreparedLayer(plan.home, on_rank(plan), None)
+    return PreparedLayer(plan.slot_expert, on_rank(plan), None)
 
 
 @functools.partial(jax.jit, static_argnames="parallel")

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.pull_rows import pull_rows
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
@@ -39,6 +39,7 @@ from relibra_jax.execution.mesh import LOCAL, RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.execution.residents import Residents
 
 IMPLEMENTATIONS: Final = {"remote": "mosaic", "remote_emulated": "xla"}
 """The implementation of `pallas_kernels.pull_rows` for each kind of fetch that pulls."""
@@ -48,7 +49,7 @@ type ExpertBuffers = tuple[jax.Array, ...]
 
 
 class LayerExperts(NamedTuple):
-    """The experts that the ranks hold while a layer runs, all in one dtype, as `fetch_replicas` returns them."""
+    """The experts that ranks hold while a layer runs, as `fetch_replicas` returns them; all weights in one dtype."""
 
     home: Float[Array, "*ranks H three D F"]
     """Home experts ``[*data, N, G, H, 3, D, F]``: gate, up and down transposed."""
@@ -56,6 +57,13 @@ class LayerExperts(NamedTuple):
     """Residents ``[*data, N, G, B, 3, D, F]``; None if there are no resident slots."""
     replicas: Float[Array, "*ranks R three D F"] | None
     """Replicas ``[*data, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
+    slot_expert: Int[Array, "*ranks S"]
+    """Which expert the weights in each slot are, ``[*data, N, G, S]``; EMPTY for none."""
+
+    @property
+    def weights(self) -> tuple[Array | None, Array | None, Array | None]:
+        """The weights of the home experts, the residents and the replicas."""
+        return self.home, self.residents, self.replicas
 
 
 def fetch_replicas(
@@ -90,10 +98,11 @@ def fetch_replicas(
     check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
     check_tokens("x", x, parallel)
     residents = _check_layer_residents(layer.residents, experts, parallel)
+    slot_expert = _held_experts(layer, topology)
     rank, lead = parallel.rank_spec, (1,) * (len(parallel.data_axes) + 2)
     place = (0,) * len(lead)
     has_replicas = topology.replica_slots > 0
-    out = LayerExperts(rank, None if residents is None else rank, rank if has_replicas else None)  # type: ignore[arg-type]
+    out = (rank, None if residents is None else rank, rank if has_replicas else None)
 
     @functools.partial(
         jax.shard_map,
@@ -119,9 +128,20 @@ def fetch_replicas(
         buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
         if replicas is not None:
             replicas = replicas.reshape(*lead, *replicas.shape)
-        return LayerExperts(buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
+        return (buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
 
-    return on_rank(experts, residents, layer.fetch_tables, x)
+    (home, resident, replica), ready = on_rank(experts, residents, layer.fetch_tables, x)
+    return LayerExperts(home, resident, replica, slot_expert), ready
+
+
+def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*ranks S"]:
+    """Return the experts in a layer's slots: the residents that were pushed, and the others of the plan."""
+    if layer.residents is None:
+        return layer.slot_expert
+    planned = jnp.asarray(layer.slot_expert)
+    homes, resident, replicas = jnp.split(planned, [topology.home_slots, topology.held_slots], axis=-1)
+    resident = jnp.broadcast_to(layer.residents.experts, resident.shape)
+    return jnp.concatenate([homes, resident, replicas], axis=-1)
 
 
 def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
@@ -136,8 +156,8 @@ def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> Partitio
     return PartitionSpec(*names, *RANKS)
 
 
-def _check_layer_residents(residents: Any, experts: Any, parallel: ExpertParallel) -> Any:
-    """Check the residents of one layer against the topology, and return them.
+def _check_layer_residents(residents: Residents | None, experts: Any, parallel: ExpertParallel) -> Any:
+    """Check the residents of one layer against the topology, and return their weights.
 
     Raises:
         ValueError: if residents are missing, the topology has no resident slots for them, or their shape is wrong.
@@ -147,23 +167,25 @@ def _check_layer_residents(residents: Any, experts: Any, parallel: ExpertParalle
         if topology.resident_slots:
             raise ValueError(
                 f"resident_slots={topology.resident_slots}, but the layer has no weights of residents: set"
-                " PreparedLayer.residents to the result of push_residents"
+                " PreparedLayer.residents to the residents of push_residents"
             )
         return None
+    weights = residents.weights
     if not topology.resident_slots:
         raise ValueError(
-            f"the layer has residents of shape {tuple(residents.shape)}, but the topology has resident_slots=0: use the"
+            f"the layer has residents of shape {tuple(weights.shape)}, but the topology has resident_slots=0: use the"
             " topology for which they were pushed"
         )
-    groups = residents.shape[: len(parallel.data_axes)]
+    groups = weights.shape[: len(parallel.data_axes)]
     for axis, size in zip(parallel.data_axes, groups, strict=True):
         if size not in (1, parallel.mesh.shape[axis]):
             raise ValueError(
                 f"residents have {size} groups along {axis!r}, but the mesh has {parallel.mesh.shape[axis]}"
             )
     slots = (*parallel.ranks, topology.resident_slots)
-    check_shape("residents", residents.shape, (*groups, *slots, *np.shape(experts)[-3:]))
-    return residents
+    check_shape("residents", weights.shape, (*groups, *slots, *np.shape(experts)[-3:]))
+    check_shape("residents.experts", residents.experts.shape, slots)
+    return weights
 
 
 def fetch(

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
 from relibra_jax.contract.plan import resident_experts
-from relibra_jax.contract.types import Array, Plan, Topology, check_shape
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology, check_shape
 from relibra_jax.execution.expert_pieces import exchange_residents, in_chunks
 from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
@@ -38,17 +38,42 @@ CHUNK_BYTES: Final = 1 << 30
 
 
 class Residents(NamedTuple):
-    """The residents of one optimizer update, for training loops that push them explicitly.
+    """The residents of one optimizer update: their weights, and what these are copies of.
 
-    `check_residents` rejects outdated ones.
+    A layer whose plan has other residents gives NaN. `check_residents` says on the host what is wrong.
     """
 
-    weights: Float[Array, "L *data N G B three D F"]
-    """The weights in the resident slots, as `push_residents` returns them."""
-    step: Int[Array, ""]
-    """The optimizer's step number at the time of the push."""
-    experts: Int[Array, "L N G B"]
-    """The expert in each resident slot; EMPTY for none."""
+    weights: Float[Array, "*L_data N G B three D F"]
+    """The weights in the resident slots, ``[L, *data, N, G, B, 3, D, F]``; for one layer without L."""
+    experts: Int[Array, "*L N G B"]
+    """The expert in each resident slot, ``[L, N, G, B]``; EMPTY for none."""
+    step: Int[Array, ""] | None = None
+    """The optimizer's step number at the time of the push; None if the push did not record it."""
+
+    def at(self, step: Integer[Array, ""] | int) -> "Residents":
+        """Return the residents for the layers of a step of the optimizer: with other weights they give NaN.
+
+        Raises:
+            ValueError: if the push did not record the step.
+        """
+        if self.step is None:
+            raise ValueError(
+                "the residents do not say when they were pushed: push them with step=, or with prepare_residents"
+            )
+        experts = jnp.where(self.step == jnp.asarray(step), self.experts, _OUTDATED)
+        return Residents(self.weights, experts)
+
+    def layer(self, index: Any) -> "Residents":
+        """Return the residents of one layer, if they are for layers without a check of the step (`at`)."""
+        if self.step is not None:
+            raise ValueError(
+                "residents with a step number: take those of a step with residents.at(step) first"
+            )
+        return Residents(self.weights[index], self.experts[index])
+
+
+_OUTDATED: Final = EMPTY - 1
+"""What stands for the expert of an outdated resident. No plan has it."""
 
 
 def check_residents(
@@ -66,6 +91,10 @@ def check_residents(
         ValueError: if the residents were pushed at another optimizer step, or a slot has a different expert than the
             plan.
     """
+    if residents.step is None:
+        raise ValueError(
+            "the residents do not say when they were pushed: push them with step=, or with prepare_residents"
+        )
     push_step, current_step = int(residents.step), int(step)
     if push_step != current_step:
         raise ValueError(
@@ -90,7 +119,8 @@ def push_residents(
     dtype: DTypeLike | None = None,
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Float[jax.Array, "L *data N G B three D F"]:
+    step: Integer[Array, ""] | int | None = None,
+) -> Residents:
     """Copy experts from their homes to the resident slots of the plan, for all layers. Works under jit.
 
     Args:
@@ -103,9 +133,11 @@ def push_residents(
         chunk_bytes: the bytes of resident slots that one exchange fills on a rank, or the bytes of home slots if the
             layers are not one stacked array and must be concatenated. A larger push goes in chunks, each with some
             columns of every expert.
+        step: the step number of the optimizer, for residents that outlast the program that pushes them: layers take
+            `Residents.at` the step in which they run.
 
     Returns:
-        The weights in the resident slots, with zeros in empty slots, one entry for each group. They are
+        The residents, with weights of zero in empty slots and one entry for each group. They are
         sharded over the ranks, and along D over the FSDP axis. They are NaN if the push does not fit the buffers.
 
     Raises:
@@ -141,8 +173,10 @@ def push_residents(
         weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
         return vary_over(weights, shapes.summed_axes)
 
+    resident = jnp.asarray(resident_experts(plan, parallel.topology))
     with jax.named_scope("push_residents"):
-        return on_rank(leaves, jnp.asarray(plan.home), resident_experts(plan, parallel.topology))
+        weights = on_rank(leaves, jnp.asarray(plan.home), resident)
+    return Residents(weights, resident, None if step is None else jnp.asarray(step, jnp.int32))
 
 
 def return_gradients(

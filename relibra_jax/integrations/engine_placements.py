@@ -86,7 +86,7 @@ def from_sglang(path: str | os.PathLike, topology: Topology) -> EnginePlacement:
     try:
         with open(path, encoding="utf-8") as file:
             physical = np.asarray(json.load(file)["physical_to_logical_map"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: it must be a JSON object with a rectangular physical_to_logical_map ({error!r})"
         ) from error

@@ -6,6 +6,7 @@ features that `LanguageModel` does not have, one error names all their fields an
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -54,7 +55,7 @@ TYPES: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]]] = Mapp
         "an integer": (("first_k_dense_replace", "n_shared_experts"), _is_int(0)),
         "a number above 0": (
             ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor"),
-            lambda value: type(value) in (int, float) and value > 0,
+            lambda value: type(value) in (int, float) and 0 < value < math.inf,
         ),
         "true or false": (
             ("norm_topk_prob", "attention_bias", "tie_word_embeddings", "use_qk_norm"),
@@ -82,7 +83,7 @@ def read_config(folder: str | Path) -> Fields:
         fields = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path}: there is no such file; a checkpoint has one beside its tensors") from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
@@ -227,7 +228,7 @@ def _check_supported(name: str, fields: Fields, architecture: Architecture) -> N
     for field in ROPE_FIELDS:
         rope = fields.get(field) or {}
         plain = isinstance(rope, dict) and rope.keys() <= PLAIN_ROPE
-        if not plain or {rope.get("rope_type"), rope.get("type")} - {None, "default"}:
+        if not plain or any(rope.get(key) not in (None, "default") for key in ("rope_type", "type")):
             wrong.append(f"{field}={rope!r} (must be without scaling)")
     dense = fields.get("mlp_only_layers") or []
     if dense != list(range(len(dense) if isinstance(dense, list) else 0)):

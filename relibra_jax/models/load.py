@@ -60,7 +60,8 @@ def load_pretrained(
     Raises:
         ValueError: if the architecture or a field of the config is not supported; if tensors are missing, unexpected or
             of the wrong shape or dtype, in which case the message names all of them; if model and topology have
-            different numbers of experts; if ``home`` is invalid; or if a rank's parameters exceed its device's memory.
+            different numbers of experts; if ``home`` is invalid; if a rank's parameters exceed its device's memory; or
+            if a value is not finite.
     """
     check_mesh(mesh, topology)
     with fail_together(f"loading {folder}"):
@@ -73,7 +74,8 @@ def load_pretrained(
         log.warning(
             "%s: these tensors are not loaded, because the model does not use them: %s", folder, skipped
         )
-    return _build_model(graph, shapes, shardings, config, parts, files.read, topology, home)
+    with fail_together(f"loading {folder}"):
+        return _build_model(graph, shapes, shardings, config, parts, files.read, topology, home)
 
 
 def _build_model(
@@ -114,7 +116,8 @@ def _build_model(
         if names == EXPERTS:
             return _read_experts(shape, sharding, parts_of_path, read, home)
         if not parts_of_path:  # the homes, which set_homes sets below
-            return jax.device_put(np.zeros(shape.shape, shape.dtype), sharding)
+            zeros = np.zeros(shape.shape, shape.dtype)
+            return jax.make_array_from_callback(shape.shape, sharding, lambda at: zeros[at])
         value = np.stack([_take(part, read, shape) for part in parts_of_path]).reshape(shape.shape)
         return jax.make_array_from_callback(shape.shape, sharding, lambda at: value[at])
 
@@ -152,4 +155,7 @@ def _take(part: Part, read, shape) -> np.ndarray:
     value = read(part.name, part.rows)
     value = value.T if part.transposed else value
     inner = shape.shape[EXPERT_AXES:] if part.path == EXPERTS else shape.shape[len(part.at) :]
-    return value.reshape(inner).astype(shape.dtype, copy=False)
+    value = value.reshape(inner).astype(shape.dtype, copy=False)
+    if not np.isfinite(value).all():
+        raise ValueError(f"tensor {part.name}: a value is not finite in {shape.dtype.name}")
+    return value

@@ -82,10 +82,14 @@ def _indexed(folder: Path) -> set[str]:
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
         file_of = json.loads((folder / INDEX).read_text())["weight_map"]
-        if not all(isinstance(file, str) for file in file_of.values()):
+        files = set(file_of.values())
+        if not all(isinstance(file, str) for file in files):
             raise ValueError("weight_map must map names to file names")
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / INDEX}: not an index of tensors ({error!r})") from error
+    for file in sorted(files):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX}: the shard {file!r} must be a file of this folder")
     return file_of
 
 
@@ -149,7 +153,8 @@ def group_names(names: Iterable[str]) -> str:
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
         numbers = tuple(int(number) for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{}", name), []).append(numbers)
+        escaped = name.replace("{", "{{").replace("}", "}}")
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{}", escaped), []).append(numbers)
     return ", ".join(_group(pattern, members) for pattern, members in groups.items())
 
 

@@ -22,6 +22,7 @@ from relibra_jax.nnx.checks import check_executed
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
+from relibra_jax.nnx.logical import from_logical, logical_optimizer_state, logical_params
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
@@ -44,8 +45,11 @@ __all__ = [
     "check_executed",
     "expert_labels",
     "expert_mesh",
+    "from_logical",
     "get_homes",
     "keep_programs",
+    "logical_optimizer_state",
+    "logical_params",
     "prepare_residents",
     "reorder_experts",
     "restore_training",

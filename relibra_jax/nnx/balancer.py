@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, PRNGKeyArray, PyTree
+from jaxtyping import Bool, Float, PRNGKeyArray, PyTree
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
@@ -39,7 +39,14 @@ from relibra_jax.nnx.balancer_state import (
     stage_shape,
 )
 from relibra_jax.nnx.batch_sequences import batch_sequences
-from relibra_jax.nnx.checks import check_aligned_left, check_finite, check_model_homes, check_replay_layers
+from relibra_jax.nnx.checks import (
+    check_aligned_left,
+    check_experts_in_place,
+    check_finite,
+    check_model_homes,
+    check_replay_layers,
+    expert_marks,
+)
 from relibra_jax.nnx.derived_cost import (
     check_cost,
     derive_cost,
@@ -74,6 +81,7 @@ from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
+from relibra_jax.support.interrupts import signals_deferred
 from relibra_jax.support.programs import announce_compilation
 
 
@@ -170,6 +178,10 @@ class Balancer:
         self._sequence_shapes: dict[str, tuple[int, int]] = {}
         self._batch_number = 0
         self._steps_before: int | None = None
+        self.trains = False
+        """Whether an optimizer's state is at the homes of the last batch. Then every batch needs the optimizer."""
+        self._moved = False
+        self._marks: np.ndarray | None = None
         self._warm_start: Placement | None = None
         self._way: Way | None = None
         self._for_balance = cost == "balance"
@@ -222,6 +234,7 @@ class Balancer:
         elif self._cost is not None:
             self._cost = cost_in_way(self._cost, self.parallel.ways(self._cost.model.top_k)[0])
         self._batch_number += 1
+        self._marks, self._moved = None, False
         self.discard()
 
     def prepare(
@@ -232,6 +245,7 @@ class Balancer:
         *,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
+        copies: Sequence[nnx.Module] = (),
     ) -> PreparedBatch:
         """Plan a batch, size its buffers, and move the model's experts to the homes of the plan.
 
@@ -246,15 +260,20 @@ class Balancer:
                 order, experts stay where they are, and there are no replicas.
             num_samples: B, the number of samples, for live routing only.
             capacities: buffer sizes, for live routing only. None takes the worst case.
+            copies: modules whose experts are at the same homes and move with the model's, such as a moving average of
+                its weights.
 
         Returns:
             The prepared batch, an argument of its training steps.
 
         Raises:
             ValueError: if the cost model has other sizes than the model's layers, the replay has a different number of
-                layers or experts than the model, the optimizer has made no step since the previous batch was prepared,
-                the model's homes differ from the balancer's, a parameter is not finite, the processes computed
-                different plans, or the plan breaks a rule. Nothing has moved then.
+                layers or experts than the model, the optimizer has made no step since the previous batch was prepared
+                or is None after it was given for an earlier batch, the homes of the model or a copy differ from the
+                balancer's, experts are not at their homes, a parameter is not finite, the processes computed different
+                plans, or the plan breaks a rule. Nothing has moved then.
+            relibra_jax.execution.migration.MoveError: if experts cannot be moved, for example because memory runs out
+                (`relibra_jax.nnx.reorder_experts`).
         """
         (batch,) = self.prepare_stages(
             model,
@@ -263,6 +282,7 @@ class Balancer:
             [Stage(self.num_micro_batches)],
             num_samples=num_samples,
             capacities=capacities,
+            copies=copies,
         )
         return batch
 
@@ -276,6 +296,7 @@ class Balancer:
         updates: Sequence[int] | None = None,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
+        copies: Sequence[nnx.Module] = (),
     ) -> tuple[PreparedBatch, ...]:
         """Prepare a batch of several stages, such as a recompute of all samples and updates from parts of them.
 
@@ -295,6 +316,7 @@ class Balancer:
                 forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
             num_samples: B, the number of samples, for live routing only.
             capacities: buffer sizes, for live routing only, as for `prepare`.
+            copies: modules that move with the model, as for `prepare`.
 
         Returns:
             The prepared batch of each stage. `PreparedBatch.to_ranks` of each takes arrays of the whole batch. Stages
@@ -306,32 +328,22 @@ class Balancer:
                 fewer samples than micro-batches, or if ``updates`` does not have a number for each stage.
         """
         self._set_cost(model)
-        topology, mesh = self.parallel.topology, self.parallel.mesh
         stages = self._over_groups(stages)
         if replay is None:
             live = self._live_stages(stages, num_samples, capacities)
-            put_on_mesh(model, optimizer, mesh)
+            put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
         if num_samples is not None or capacities is not None:
             raise ValueError(
                 "num_samples and capacities are for live routing: remove them, the replay determines both"
             )
-        self._check(model, optimizer, replay)
-        with jax.profiler.TraceAnnotation("plan"):
-            planned = self._plan_replay(replay, stages, updates)
-        with jax.profiler.TraceAnnotation("size"):
-            sizes = count_sizes(planned.replay, planned.plans, self._capacities, planned.parallel)
-        with jax.profiler.TraceAnnotation("migrate"):
-            prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
-            put_on_mesh(model, optimizer, mesh)
-            home = np.asarray(planned.plans[0].plan.home)
-            reorder_experts(model, optimizer, home, mesh=mesh, topology=topology)
-        self._planner_state, self._key = planned.state, planned.next_key
-        self._home, self._capacities, self._warm_start = home, sizes.capacities, None
-        self._batch_number += 1
-        if optimizer is not None:
-            self._steps_before = int(optimizer.step[...])
-        return prepared
+        number, way = self._batch_number, (self.parallel, self._cost, self._way)
+        try:
+            return self._prepare_replay(model, optimizer, replay, stages, updates, copies)
+        except BaseException:
+            if self._batch_number == number:
+                self.parallel, self._cost, self._way = way
+            raise
 
     def discard(self) -> None:
         """Discard the last prepared batch and the result of `plan_ahead`.
@@ -408,20 +420,37 @@ class Balancer:
         check_cost(self._cost, model, num_layers=self.num_layers)
         self._cost = with_dtype_of(self._cost, model)
 
-    def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay) -> None:
-        """Raise ValueError unless a batch may be prepared now."""
+    def _check(
+        self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay
+    ) -> Float[np.ndarray, "L E m"]:
+        """Raise ValueError unless a batch may be prepared now; return the marks of the experts."""
         if not isinstance(replay, RoutingReplay):
             raise ValueError(
                 f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
             )
         check_model_homes(model, self._home)
-        if optimizer is not None and self._steps_before == int(optimizer.step[...]):
+        if optimizer is None and self.trains:
+            raise ValueError(
+                "the state of an optimizer must move with the experts of this balancer: pass it, and call"
+                " Balancer.discard() before the next batch if it makes no step in this one"
+            )
+        steps = 0 if optimizer is None else int(optimizer.step[...])
+        if steps and self._moved and not self.trains:
+            raise ValueError(
+                f"the optimizer has made {steps} steps, but an earlier batch moved the experts without its state:"
+                " prepare every batch with the optimizer, or restore model, optimizer and balancer together"
+            )
+        if optimizer is not None and self._steps_before == steps:
             raise ValueError(
                 f"the optimizer has made no step since the previous batch was prepared (it is still at step"
                 f" {self._steps_before}): prepare all samples of an update in one batch, or call Balancer.discard()"
                 " to discard the previous batch"
             )
         check_finite(model)
+        marks = expert_marks(model)
+        if self._marks is not None:
+            check_experts_in_place(self._marks, marks)
+        return marks
 
     def _check_current(self, number: int) -> None:
         """Raise ValueError unless batch ``number`` is the current one."""
@@ -437,6 +466,39 @@ class Balancer:
         return tuple(
             dataclasses.replace(stage, num_micro_batches=groups * stage.num_micro_batches) for stage in stages
         )
+
+    def _prepare_replay(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer | None,
+        replay: RoutingReplay,
+        stages: Sequence[Stage],
+        updates: Sequence[int] | None,
+        copies: Sequence[nnx.Module],
+    ) -> tuple[PreparedBatch, ...]:
+        """Plan the stages of a replay, and move the experts. Signals wait while anything changes."""
+        marks = self._check(model, optimizer, replay)
+        with jax.profiler.TraceAnnotation("plan"):
+            planned = self._plan_replay(replay, stages, updates)
+        with jax.profiler.TraceAnnotation("size"):
+            sizes = count_sizes(planned.replay, planned.plans, self._capacities, planned.parallel)
+        with jax.profiler.TraceAnnotation("migrate"):
+            prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
+            topology, mesh = self.parallel.topology, self.parallel.mesh
+            put_on_mesh(model, optimizer, mesh)
+            for other in copies:
+                put_on_mesh(other, None, mesh)
+            home = np.asarray(planned.plans[0].plan.home)
+            step = None if optimizer is None else int(optimizer.step[...])
+            with signals_deferred():
+                reorder_experts(model, optimizer, home, mesh=mesh, topology=topology, copies=copies)
+                self._planner_state, self._key = planned.state, planned.next_key
+                self._home, self._capacities, self._warm_start = home, sizes.capacities, None
+                self._batch_number, self._marks = self._batch_number + 1, marks
+                self.trains, self._moved = optimizer is not None, True
+                if step is not None:
+                    self._steps_before = step
+        return prepared
 
     def _prices(self, num_stages: int, updates: Sequence[int] | None) -> tuple[Price, ...]:
         return stage_prices(self._cost, self.parallel, num_stages, updates=updates, sequences=self.sequences)
@@ -454,7 +516,6 @@ class Balancer:
         next_key, key = jax.random.split(self._key)
         batch = count_on_host(replay, self.planner, topology, prices)
         search = functools.partial(self._search, batch, stages, updates, key)
-        before = self.parallel, self._cost, self._way
         plans, state = search()
         if self._way is None and self._cost is not None:
             plans, state = self._choose_way(batch, updates, plans, state, search)
@@ -463,11 +524,7 @@ class Balancer:
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
         if parallel.is_striped or searched_striped:
             plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
-        try:
-            check_plans(plans, topology, across_nodes=self.parallel.across_nodes, way=saved_way(self._way))
-        except ValueError:
-            self.parallel, self._cost, self._way = before
-            raise
+        check_plans(plans, topology, across_nodes=self.parallel.across_nodes, way=saved_way(self._way))
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 

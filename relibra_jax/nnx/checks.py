@@ -1,18 +1,19 @@
 """Checks around a batch: of the model and the replay before it is planned, and of the rows that experts computed."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.replay import check_replay
-from relibra_jax.contract.types import Array, RoutingReplay
+from relibra_jax.contract.types import EMPTY, Array, RoutingReplay
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
+from relibra_jax.nnx.variables import ExpertParam
 
 
 def check_finite(model: nnx.Module) -> None:
@@ -40,6 +41,56 @@ def _all_finite(leaves: list[Any]) -> list[jax.Array]:
     return [jnp.isfinite(leaf).all() for leaf in leaves]
 
 
+def expert_marks(model: nnx.Module) -> Float[np.ndarray, "L E m"]:
+    """Read some weights of every expert, by which it can be told from the others of its layer."""
+    leaves, home = jax.tree.leaves(nnx.state(model, ExpertParam)), get_homes(model)
+    marks = [whole_array(some).reshape(-1, home.shape[1], some.shape[-1]) for some in _some_weights(leaves)]
+    return np.take_along_axis(np.concatenate(marks), home[..., None], 1)
+
+
+@jax.jit
+def _some_weights(leaves: list[Any]) -> list[jax.Array]:
+    """Return a few weights of the gate of every expert, ``[*l, N, G, H, m]``."""
+    few = [leaf[..., 0, :_SIDE, :_SIDE].astype(jnp.float32) for leaf in leaves]
+    widths = [[(0, _SIDE - size) for size in some.shape[-2:]] for some in few]
+    few = [jnp.pad(some, [(0, 0)] * (some.ndim - 2) + width) for some, width in zip(few, widths, strict=True)]
+    return [some.reshape(*some.shape[:-2], -1) for some in few]
+
+
+_SIDE: Final = 8
+"""The rows and columns of an expert's gate that are its mark."""
+
+
+def check_experts_in_place(marks: Float[np.ndarray, "L E m"], marks_now: Float[np.ndarray, "L E m"]) -> None:
+    """Raise unless every expert is nearer to what it was than to what another expert of its layer was.
+
+    Parameters that were kept before experts moved, and put back after, are found by this: nothing else tells whose
+    weights are in a home slot. It finds them if training has meanwhile changed the marks of an expert by less than a
+    fifth of their difference from another expert's, and takes no training for a mistake that changes them less than
+    that between two batches. Parameters that are a mixture of two orders are not found.
+
+    Args:
+        marks: the marks of the model's experts when they last moved (`expert_marks`).
+        marks_now: their marks now.
+
+    Raises:
+        ValueError: if the weights at an expert's home are another expert's.
+    """
+    pairs = zip(marks.astype(float), marks_now.astype(float), strict=True)
+    for layer, (before, after) in enumerate(pairs):
+        squares = (after**2).sum(-1)[:, None] + (before**2).sum(-1) - 2 * after @ before.T
+        own, other = np.diagonal(squares), squares.argmin(-1)
+        # Squares of distances: a quarter of the distance, and more than rounding.
+        wrong = (16 * squares.min(-1) < own) & (own > 1e-9 * (before**2).sum(-1))
+        if wrong.any():
+            expert = int(wrong.argmax())
+            raise ValueError(
+                f"layer {layer}: the weights at the home of expert {expert} are those that expert {other[expert]} had"
+                " when the last batch was prepared, so parameters were put back that belong to other homes: keep"
+                " parameters with logical_params, and put them back with from_logical"
+            )
+
+
 def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: int) -> None:
     """Raise ValueError unless a replay is valid and has the given numbers of experts and layers."""
     check_replay(replay, num_experts=num_experts)
@@ -58,12 +109,17 @@ def check_model_homes(model: nnx.Module, expected_home: Int[np.ndarray, "L E"]) 
             f"the model has {home.shape[0]} MoE layers with {home.shape[1]} experts, but the Balancer has"
             f" {expected_home.shape[0]} with {expected_home.shape[1]}: give it the model's num_layers and topology"
         )
+    if (home == EMPTY).any():
+        raise ValueError(
+            "the model has lost experts when they moved: restore model, optimizer and balancer from a checkpoint"
+        )
     if (home != expected_home).any():
         layer, expert = np.argwhere(home != expected_home)[0].tolist()
         raise ValueError(
             f"layer {layer}, expert {expert}: the model has it in home slot {home[layer, expert]}, but the balancer"
-            f" expects it in home slot {expected_home[layer, expert]}; restore model and balancer together"
-            " (restore_training), or undo a change by hand with set_homes(model, balancer.state.home)"
+            f" expects it in home slot {expected_home[layer, expert]}, where its optimizer state is; restore model and"
+            " balancer together (restore_training), move experts back that another balancer moved"
+            " (reorder_experts(model, None, balancer.state.home)), or undo a set_homes"
         )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import Integer, PyTree
 
-from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
@@ -39,6 +38,7 @@ def accumulate_gradients(
     *,
     micro_batches: slice = slice(None),
     residents: Residents | None = None,
+    step: Integer[Array, ""] | int | None = None,
 ) -> tuple[Any, PyTree]:
     """Compute the gradient of the loss summed over micro-batches. Call it inside the jitted update.
 
@@ -51,25 +51,33 @@ def accumulate_gradients(
         batch: the prepared batch, from a replay or for live routing.
         samples: the sequences of all micro-batches, as `PreparedBatch.to_ranks` returns them.
         micro_batches: the micro-batches of this update, for a batch of several updates. All of them by default.
-        residents: the residents of this optimizer step from `prepare_residents`, checked with
-            `relibra_jax.execution.check_residents`. None pushes residents in this function.
+        residents: the residents of this optimizer step from `prepare_residents`. None pushes residents in this
+            function.
+        step: the optimizer's step number, ``optimizer.step[...]``, required with ``residents``.
 
     Returns:
         ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
         of ``nnx.state(model, nnx.Param)``; and the additional outputs of the objective, stacked over micro-batches.
+        The loss and all gradients of experts are NaN if ``residents`` were pushed at another step or for another batch.
 
     Raises:
-        ValueError: if ``samples`` has another number of micro-batches.
+        ValueError: if ``samples`` has another number of micro-batches, or ``residents`` come without ``step``.
     """
     _check_micro_batches(samples, batch.layers())
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
-    weights = _push_weights(params, batch) if residents is None else residents.weights
+    if residents is None:
+        residents = _push(params, batch)
+    elif step is None:
+        raise ValueError("residents were given without step: pass step=optimizer.step[...]")
+    else:
+        residents = residents.at(step)
+    weights = None if residents is None else residents.weights
 
     def micro_batch_loss(differentiated, micro_batch):
         params, weights = differentiated
         samples, layers = micro_batch
-        if weights is not None:
-            layers = layers._replace(residents=weights)
+        if residents is not None:
+            layers = layers._replace(residents=residents._replace(weights=weights))
         # Copies, because Flax's transformations in the objective reject variables that were made outside this trace.
         return objective(nnx.merge(graph, params, *rest, copy=True), samples, layers)
 
@@ -92,7 +100,7 @@ def _check_micro_batches(samples: PyTree, layers: PreparedLayer | None) -> None:
     """Raise unless every array of ``samples`` begins with the micro-batches. Live routing takes any number."""
     if layers is None:
         return
-    micro_batches = len(layers.home)
+    micro_batches = len(layers.slot_expert)
     for path, leaf in jax.tree.leaves_with_path(samples):
         if jnp.shape(leaf)[:1] != (micro_batches,):
             raise ValueError(
@@ -105,7 +113,7 @@ def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: Prepar
     """Push the residents of one update, for steps that share them, such as a recompute and the update after it.
 
     Call it under jit, and donate the residents to the last step that uses them. They are valid until the next optimizer
-    step; `relibra_jax.execution.check_residents` checks this on the host.
+    step: later steps give NaN, and `relibra_jax.execution.check_residents` says so on the host.
 
     Args:
         model: the model with its current parameters.
@@ -113,16 +121,15 @@ def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: Prepar
         batch: the prepared batch.
 
     Returns:
-        The residents' weights, step number and experts. None if the batch has no residents.
+        The residents with the step number. None if the batch has no residents.
     """
-    weights = _push_weights(nnx.state(model, nnx.Param), batch)
-    if weights is None:
+    residents = _push(nnx.state(model, nnx.Param), batch)
+    if residents is None:
         return None
-    experts = resident_experts(batch.batch_plan.plan, batch.parallel.topology)
-    return Residents(weights, jnp.asarray(optimizer.step[...], jnp.int32), experts)
+    return residents._replace(step=jnp.asarray(optimizer.step[...], jnp.int32))
 
 
-def _push_weights(params: Any, batch: PreparedBatch) -> Array | None:
+def _push(params: Any, batch: PreparedBatch) -> Residents | None:
     if batch.layers() is None or not batch.parallel.topology.resident_slots:
         return None
     leaves = _experts(params)

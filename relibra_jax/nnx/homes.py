@@ -1,5 +1,6 @@
 """The homes of a Flax model's experts: functions that read and set them, and that move experts to new homes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from relibra_jax.contract.check import check_homes
-from relibra_jax.contract.types import Array, Topology
+from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.execution.expert_labels import Layers, optimizer_layers
-from relibra_jax.execution.migration import migrate_experts
+from relibra_jax.execution.migration import MoveError, migrate_experts
 from relibra_jax.nnx.variables import AXES, ExpertParam, Homes
+from relibra_jax.support.interrupts import signals_deferred
 
 
 def expert_labels(state: Any) -> Any:
@@ -85,13 +87,19 @@ def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
         raise ValueError(
             f"home has shape {np.shape(home)}, but the model has {layers} MoE layers with {experts} experts"
         )
-    rows = iter(np.split(check_homes(home, experts), layers))
+    nnx.update(model, _homes_state(model, check_homes(home, experts)))
+
+
+def _homes_state(model: nnx.Module, home: Int[np.ndarray, "L E"]) -> Any:
+    """Return the state of a model's `Homes` with other values."""
+    rows = iter(np.split(home, len(home)))
 
     def place(old):
-        row = np.concatenate([next(rows) for _ in range(old.size // old.shape[-1])])
-        return jax.device_put(row.reshape(old.shape), old.sharding)
+        row = np.concatenate([next(rows) for _ in range(old.size // old.shape[-1])]).reshape(old.shape)
+        # Unlike device_put, this needs no other process.
+        return jax.make_array_from_callback(row.shape, old.sharding, lambda index: row[index])
 
-    nnx.update(model, jax.tree.map(place, nnx.state(model, Homes)))
+    return jax.tree.map(place, nnx.state(model, Homes))
 
 
 def reorder_experts(
@@ -101,10 +109,12 @@ def reorder_experts(
     *,
     mesh: Mesh,
     topology: Topology,
+    copies: Sequence[nnx.Module] = (),
 ) -> None:
     """Move the experts of all layers and their optimizer state to new homes, in place, between two batches.
 
-    `relibra_jax.execution.migration.migrate_experts` describes how they move.
+    `relibra_jax.execution.migration.migrate_experts` describes how they move. All of it moves, or nothing; signals
+    such as Ctrl-C wait until it has.
 
     Args:
         model: a module with L MoE layers, numbered in the order of its tree.
@@ -112,19 +122,55 @@ def reorder_experts(
         home: the new flat home slot of each expert, ``Plan.home``.
         mesh: the device mesh over which the experts are sharded.
         topology: the expert-parallel group of ``home``.
+        copies: modules with experts at the same homes as the model, which move too, such as a moving average of its
+            weights.
 
     Raises:
-        ValueError: if ``home`` has a different number of layers than the model, or under the conditions of
-            `migrate_experts`. Nothing has moved then.
+        ValueError: if ``home`` has a different number of layers than the model, a copy has other homes, or under the
+            conditions of `migrate_experts`. Nothing has moved then.
+        relibra_jax.execution.MoveError: if a step of the move fails. Nothing has moved then, unless the message says
+            that experts are lost: the model then has no homes, and no batch can be prepared for it.
     """
-    experts = nnx.state(model, ExpertParam)
-    tree, layers = {"experts": experts}, {"experts": expert_labels(experts)}
+    modules, homes = (model, *copies), get_homes(model)
+    for number, other in enumerate(copies):
+        if not np.array_equal(get_homes(other), homes):
+            raise ValueError(
+                f"copies[{number}] has its experts at other homes than the model: bring its parameters there with"
+                " logical_params and from_logical"
+            )
+    states = [nnx.state(module, ExpertParam) for module in modules]
+    tree: dict[str, Any] = {"experts": states}
+    layers: dict[str, Any] = {"experts": [expert_labels(state) for state in states]}
     if optimizer is not None:
         tree["optimizer"] = optimizer.opt_state
         labels = expert_labels(nnx.state(model, optimizer.wrt))
         layers["optimizer"] = optimizer_layers(optimizer.tx, optimizer.opt_state, labels)
-    tree = migrate_experts(tree, get_homes(model), home, layers=layers, mesh=mesh, topology=topology)
-    nnx.update(model, tree["experts"])
-    if optimizer is not None:
-        nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
-    set_homes(model, home)
+
+    new_home = check_homes(home, homes.shape[1])
+    if new_home.shape != homes.shape:
+        raise ValueError(f"home has {len(new_home)} layers, but the model has {len(homes)}")
+    # Made before anything moves, so that memory cannot run out between the experts and their homes.
+    at_home, lost = (
+        [_homes_state(module, value) for module in modules]
+        for value in (new_home, np.full_like(homes, EMPTY))
+    )
+
+    def update(states: list[Any]) -> None:
+        for module, state in zip(modules, states, strict=True):
+            nnx.update(module, state)
+
+    def take(tree: dict[str, Any]) -> None:
+        update(tree["experts"])
+        if optimizer is not None:
+            nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
+
+    with signals_deferred():
+        try:
+            take(migrate_experts(tree, homes, new_home, layers=layers, mesh=mesh, topology=topology))
+            update(at_home)
+        except MoveError as error:
+            if error.tree is None:
+                update(lost)
+            else:
+                take(error.tree)
+            raise

@@ -171,7 +171,8 @@ class MoELayer(nnx.Module):
 
         Returns:
             The output with the routing and the router's logits. The output is NaN if ``plan`` has different homes than
-            the weights, or under the conditions of `relibra_jax.execution.moe.moe_layer`.
+            the weights, if ``experts`` or residents belong to another plan, or under the conditions of
+            `relibra_jax.execution.moe.moe_layer`.
 
         Raises:
             ValueError: before compilation, if a shape, layout, K or dtype does not fit, if ``plan`` has a load but
@@ -195,8 +196,7 @@ class MoELayer(nnx.Module):
         routed_output, slot_rows = moe_layer(
             x, ids, gates, experts, layer, parallel, expert_mlp=self.expert_mlp
         )
-        same_homes = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
-        y = routed_output * one_or_nan(same_homes, jnp.asarray(routed_output))
+        y = routed_output * one_or_nan(self._is_placed(layer.slot_expert), jnp.asarray(routed_output))
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits, slot_rows)
@@ -221,7 +221,8 @@ class MoELayer(nnx.Module):
         layer = plan if isinstance(plan, PreparedLayer) else prepare_fetch(plan, parallel)
         dtype = x.dtype if self.dtype is None else self.dtype
         if layer.residents is not None:
-            layer = layer._replace(residents=jnp.asarray(layer.residents, dtype))
+            weights = jnp.asarray(layer.residents.weights, dtype)
+            layer = layer._replace(residents=layer.residents._replace(weights=weights))
         return fetch_replicas(self.experts[...].astype(dtype), layer, x, parallel)
 
     def route(
@@ -240,6 +241,13 @@ class MoELayer(nnx.Module):
         bias = None if self.correction_bias is None else self.correction_bias[...]
         ids = select_experts(logits, self.gating, bias=bias)
         return ids.astype(id_dtype(logits.shape[-1])), logits
+
+    def _is_placed(self, slot_expert: Int[Array, "*data N G S"]) -> jax.Array:
+        """Return whether the weights are at the homes that a plan's slots say."""
+        home_slots = self.experts.shape[-4]
+        at_home = jnp.asarray(slot_expert)[..., :home_slots].reshape(*slot_expert.shape[:-3], -1)
+        experts = jnp.arange(at_home.shape[-1])
+        return (at_home[..., self.home[...]] == jnp.broadcast_to(experts, at_home.shape)).all()
 
     def _logits(self, x):
         # In float32 and without TF32, because a rounded logit may select another expert.

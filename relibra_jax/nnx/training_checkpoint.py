@@ -15,6 +15,7 @@ from relibra_jax.nnx.checks import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
+from relibra_jax.support.interrupts import signals_deferred
 
 SIZES: Final = "balancer.capacities."
 """The prefix of the names of buffer sizes in a checkpoint."""
@@ -107,11 +108,13 @@ def restore_training(
         verify=verify,
     )
     tree = restored.tree
-    nnx.update(model, tree["model"])
-    nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
-    optimizer.step[...] = tree["updates"]
-    set_homes(model, restored.home)
-    balancer.state = tree["balancer"]._replace(home=restored.home)
+    with signals_deferred():
+        nnx.update(model, tree["model"])
+        nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
+        optimizer.step[...] = tree["updates"]
+        set_homes(model, restored.home)
+        balancer.state = tree["balancer"]._replace(home=restored.home)
+        balancer.trains = True
     return restored.step, tree["extra"]
 
 

@@ -50,7 +50,7 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
                 ids = integers(record["top_indices"], ndim=2)
                 if ids.shape != (tokens, expected.top_k):
                     raise ValueError(f"top_indices are {list(ids.shape)}, not [{tokens}, {expected.top_k}]")
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, RecursionError, TypeError, ValueError) as error:
                 problem = f"missing key {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"stream {number}, line {line_number}: {problem}") from error
             stream_ranks.add(rank)

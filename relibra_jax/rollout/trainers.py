@@ -111,4 +111,5 @@ def _areal_rows(item: Any, expected: Expected, sample: int) -> Recorded:
     layers, rest = divmod(flat.shape[1], expected.top_k)
     if rest:
         raise ValueError(f"{flat.shape[1]} ids of a token are not layers x top-{expected.top_k}")
-    return Recorded(flat.reshape(len(flat), layers, expected.top_k), 0)
+    start = 0 if len(flat) >= expected.tokens[sample] - 1 else None
+    return Recorded(flat.reshape(len(flat), layers, expected.top_k), start)

@@ -22,6 +22,6 @@ def run_layer(x, ids, gates, experts, plan, parallel):
         first = (0,) * len(parallel.data_shape)
         slots, home = plan.slot_expert[first], plan.home[first]
         of_batch = Plan(slots[None, None], home[None], slots[None, None])
-        layer = layer._replace(residents=push_residents([experts], of_batch, parallel)[0])
+        layer = layer._replace(residents=push_residents([experts], of_batch, parallel).layer(0))
     layer_experts, x = fetch_replicas(experts, layer, x, parallel)
     return moe_layer(x, ids, gates, layer_experts, layer, parallel).output

@@ -25,12 +25,11 @@ def ranks_first(layers: PreparedLayer, mesh: Mesh) -> PreparedLayer:
     """Return the prepared layers of one micro-batch with the ranks as the first axis of every array.
 
     Args:
-        layers: the layers that `PreparedBatch.micro_batch` returns, with arrays ``[L, N, G, ...]`` and homes
-            ``[L, E]``.
+        layers: the layers that `PreparedBatch.micro_batch` returns, with arrays ``[L, N, G, ...]``.
         mesh: the mesh with the axes ``node`` and ``local``.
 
     Returns:
-        The layers with arrays ``[N * G, L, ...]``. The homes are repeated for each rank.
+        The layers with arrays ``[N * G, L, ...]``. The experts in the slots are repeated for each rank.
     """
     ranks = math.prod(mesh.shape[axis] for axis in RANKS)
 
@@ -39,8 +38,8 @@ def ranks_first(layers: PreparedLayer, mesh: Mesh) -> PreparedLayer:
         return leaf.reshape(ranks, *leaf.shape[2:])
 
     fetch, tokens = jax.tree.map(lead, (layers.fetch_tables, layers.token_tables))
-    home = jnp.broadcast_to(jnp.asarray(layers.home), (ranks, *layers.home.shape))
-    rows = PreparedLayer(home, fetch, tokens)
+    slot_expert = jnp.broadcast_to(jnp.asarray(layers.slot_expert), (ranks, *layers.slot_expert.shape))
+    rows = PreparedLayer(slot_expert, fetch, tokens)
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, FIRST_OVER_RANKS))
 
 
@@ -57,4 +56,4 @@ def layer_of(rows: PreparedLayer, index: int, parallel: ExpertParallel) -> Prepa
         return leaf[:, index].reshape(*parallel.ranks, *leaf.shape[2:])
 
     fetch, tokens = jax.tree.map(place, (rows.fetch_tables, rows.token_tables))
-    return PreparedLayer(rows.home[0, index], fetch, tokens)
+    return PreparedLayer(rows.slot_expert[0, index], fetch, tokens)
