@@ -130,7 +130,7 @@ def recompute(
     batch: PreparedBatch,
     samples: TrainingBatch,
     residents: Residents | None = None,
-    step: Int[Array, ""] | None = None,
+    step: Integer[Array, ""] | None = None,
     *,
     temperature: float,
     record: bool = False,
