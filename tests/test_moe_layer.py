@@ -326,7 +326,7 @@ def test_expert_labels_find_the_experts_and_nothing_else():
     # Layers in a list and stacked layers use the rows of the homes in the order of the tree.
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     home = np.stack([np.roll(np.arange(4), layer) for layer in range(4)])
-    with pytest.raises(ValueError, match="old_home has 4 layers, but new_home has 3"):
+    with pytest.raises(ValueError, match="home has 3 layers, but the model has 4"):
         reorder_experts(model, optimizer, home[:3], mesh=mesh, topology=topology)
     reorder_experts(model, None, home, mesh=mesh, topology=topology)
     after = jax.tree.leaves(nnx.state(model, nnx.Param))
