@@ -578,6 +578,7 @@ def run_cases(attacks, targets, count, seed):
             traceback.print_exc()
             target.rebuild()
             end = f"wrong: {type(error).__name__}: {error}"
+        print(f"{attack.__name__}, seed {case_seed}: {end}", file=sys.stderr, flush=True)
         yield Case(attack, case_seed, end)
 
 
@@ -600,7 +601,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=300, help="the number of attacks")
     parser.add_argument(
-        "--runs", type=int, default=30, help="how many of them are on runs of their own processes"
+        "--runs", type=int, default=8, help="how many of them are on runs; each takes two minutes"
     )
     parser.add_argument("--seed", type=int, default=0, help="the seed of all attacks")
     options = parser.parse_args()
@@ -608,9 +609,11 @@ def main():
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's writers
     begin, counts, wrong = time.monotonic(), collections.Counter(), []
-    cases = list(run_cases(LOOP, arenas(), options.cases - options.runs, options.seed))
+    cases = []
+    if loops := options.cases - options.runs:
+        cases += run_cases(LOOP, arenas(), loops, options.seed)
+        print(f"{loops} attacks on loops in {time.monotonic() - begin:.0f} s", flush=True)
     if options.runs:
-        print(f"{len(cases)} attacks on loops in {time.monotonic() - begin:.0f} s; now on runs", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             cases += run_cases(RUNS, [Runs(Path(folder))], options.runs, options.seed)
     for case in cases:
