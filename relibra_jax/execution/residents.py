@@ -56,11 +56,7 @@ class Residents(NamedTuple):
         Raises:
             ValueError: if the push did not record the step.
         """
-        if self.step is None:
-            raise ValueError(
-                "the residents do not say when they were pushed: push them with step=, or with prepare_residents"
-            )
-        experts = jnp.where(self.step == jnp.asarray(step), self.experts, _OUTDATED)
+        experts = jnp.where(_push_step(self) == jnp.asarray(step), self.experts, _OUTDATED)
         return Residents(self.weights, experts)
 
     def layer(self, index: Any) -> "Residents":
@@ -74,6 +70,15 @@ class Residents(NamedTuple):
 
 _OUTDATED: Final = EMPTY - 1
 """What stands for the expert of an outdated resident. No plan has it."""
+
+
+def _push_step(residents: Residents) -> Array:
+    """Return the step at which residents were pushed, or raise ValueError if the push did not record it."""
+    if residents.step is None:
+        raise ValueError(
+            "the residents do not say when they were pushed: push them with step=, or with prepare_residents"
+        )
+    return residents.step
 
 
 def check_residents(
@@ -91,11 +96,7 @@ def check_residents(
         ValueError: if the residents were pushed at another optimizer step, or a slot has a different expert than the
             plan.
     """
-    if residents.step is None:
-        raise ValueError(
-            "the residents do not say when they were pushed: push them with step=, or with prepare_residents"
-        )
-    push_step, current_step = int(residents.step), int(step)
+    push_step, current_step = int(_push_step(residents)), int(step)
     if push_step != current_step:
         raise ValueError(
             f"residents were pushed at optimizer step {push_step}, but the optimizer is at step {current_step}: push"

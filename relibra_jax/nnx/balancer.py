@@ -180,8 +180,7 @@ class Balancer:
         self._steps_before: int | None = None
         self.trains = False
         """Whether an optimizer's state is at the homes of the last batch. Then every batch needs the optimizer."""
-        self._moved = False
-        self._marks: np.ndarray | None = None
+        self._marks: np.ndarray | None = None  # of the experts when they last moved; None if none did
         self._warm_start: Placement | None = None
         self._way: Way | None = None
         self._for_balance = cost == "balance"
@@ -234,7 +233,7 @@ class Balancer:
         elif self._cost is not None:
             self._cost = cost_in_way(self._cost, self.parallel.ways(self._cost.model.top_k)[0])
         self._batch_number += 1
-        self._marks, self._moved = None, False
+        self._marks = None
         self.discard()
 
     def prepare(
@@ -435,7 +434,7 @@ class Balancer:
                 " Balancer.discard() before the next batch if it makes no step in this one"
             )
         steps = 0 if optimizer is None else int(optimizer.step[...])
-        if steps and self._moved and not self.trains:
+        if steps and self._marks is not None and not self.trains:
             raise ValueError(
                 f"the optimizer has made {steps} steps, but an earlier batch moved the experts without its state:"
                 " prepare every batch with the optimizer, or restore model, optimizer and balancer together"
@@ -495,7 +494,7 @@ class Balancer:
                 self._planner_state, self._key = planned.state, planned.next_key
                 self._home, self._capacities, self._warm_start = home, sizes.capacities, None
                 self._batch_number, self._marks = self._batch_number + 1, marks
-                self.trains, self._moved = optimizer is not None, True
+                self.trains = optimizer is not None
                 if step is not None:
                     self._steps_before = step
         return prepared
