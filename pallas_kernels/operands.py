@@ -10,6 +10,25 @@ import numpy as np
 type Array = jax.Array | np.ndarray
 
 
+def as_arrays(**operands: Any) -> tuple[jax.Array, ...]:
+    """Return operands, by their names, as JAX arrays.
+
+    Raises:
+        TypeError: if one is not an array of numbers.
+
+    >>> as_arrays(rows="many")
+    Traceback (most recent call last):
+    TypeError: rows: expected an array, found str
+    """
+    arrays = []
+    for name, operand in operands.items():
+        try:
+            arrays.append(jnp.asarray(operand))
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}: expected an array, found {type(operand).__name__}") from None
+    return tuple(arrays)
+
+
 def check_weights(weights: Sequence[Any], rows: jax.Array, *matrix: int | str) -> tuple[jax.Array, ...]:
     """Check the weight buffers, and return those that have at least one slot.
 
@@ -23,12 +42,15 @@ def check_weights(weights: Sequence[Any], rows: jax.Array, *matrix: int | str) -
         The buffers that have slots, in their order.
 
     Raises:
-        ValueError: if the weights are an array instead of a sequence of arrays, if the shape or dtype of a buffer does
-            not match the rows or the first buffer, or if no buffer has a slot.
+        TypeError: if the weights are no sequence of arrays.
+        ValueError: if the weights are one array, if the shape or dtype of a buffer does not match the rows or the first
+            buffer, or if no buffer has a slot.
     """
     if isinstance(weights, jax.Array | np.ndarray):
         raise ValueError(f"weights: expected a sequence of weight buffers, found one {describe(weights)}")
-    buffers = tuple(map(jnp.asarray, weights))
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise TypeError(f"weights: expected a sequence of weight buffers, found {type(weights).__name__}")
+    buffers = as_arrays(**{f"weights[{index}]": buffer for index, buffer in enumerate(weights)})
     for index, buffer in enumerate(buffers):
         shape = tuple(
             actual if isinstance(size, str) else size

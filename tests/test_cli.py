@@ -1,8 +1,10 @@
 """The command line as a user runs it: the output, and the files that it writes."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +101,28 @@ def test_plan_can_be_read_back(trace, tmp_path):
     plan, topology = load_plan(out)
     assert topology.num_experts == 16
     assert plan.quota.shape == (4, 2, 2, 2, topology.slots)
+
+
+@pytest.mark.slow
+def test_commands_write_only_where_they_are_told_and_to_the_cache(trace, tmp_path):
+    """In a home, a working folder and a folder for temporary files that are new, nothing else appears."""
+    folders = {name: tmp_path / name for name in ("home", "here", "temporary")}
+    for folder in folders.values():
+        folder.mkdir()
+    variables = {"HOME": str(folders["home"]), "TMPDIR": str(folders["temporary"])}
+    variables |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    without = {"XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "MPLCONFIGDIR"}
+    environment = {name: value for name, value in os.environ.items() if name not in without} | variables
+    commands = [
+        ["inspect", str(trace)],
+        ["plan", str(trace), *SMALL, "--planner", "eplb", "--out", "asked/plan.npz"],
+    ]
+    program = f"from relibra_jax.cli.main import main; [main(args) for args in {commands}]"
+    subprocess.run([sys.executable, "-c", program], cwd=folders["here"], env=environment, check=True)
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    cached = {path for path in written if path.startswith("home/.cache/")}
+    assert written - cached == {"here/asked/plan.npz"}
+    assert {path.name for folder in folders.values() for path in folder.iterdir()} == {".cache", "asked"}
 
 
 def test_inspect_shows_the_counts_of_experts_and_samples(trace, capsys):

@@ -395,7 +395,10 @@ def test_attacks_end_right():
     """A few of the attacks of ``make attack``, in a process of their own."""
     program = Path(__file__).with_name("attack.py")
     shown = subprocess.run(
-        [sys.executable, program, "--cases", "18", "--runs", "0"], capture_output=True, text=True, timeout=600
+        [sys.executable, program, "--cases", "20", "--processes", "0"],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "18 attacks" in shown.stdout
+    assert "20 attacks" in shown.stdout

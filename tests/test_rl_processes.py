@@ -23,8 +23,8 @@ ENDS_WITHIN = 60
 STEPS = 4
 
 
-def start(count, *args, **variables):
-    """Start a run on a number of processes, with 8 devices in all."""
+def start(count, *args, command=(PROGRAM, "small"), **variables):
+    """Start a run, or another command, on a number of processes, with 8 devices in all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -45,7 +45,7 @@ def start(count, *args, **variables):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(
-            [sys.executable, PROGRAM, "small", *map(str, args)],
+            [sys.executable, *map(str, (*command, *args))],
             env=shared | {"JAX_PROCESS_ID": str(index)},
             **options,
         )

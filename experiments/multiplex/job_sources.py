@@ -5,7 +5,6 @@ drawn jobs are assumed; no cluster ran them.
 """
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from experiments.multiplex.jobs import Job
+from relibra_jax.support.json_text import parse_json
 from relibra_jax.support.limits import INT32_MAX, check_integer, check_seed
 from relibra_jax.support.suggestions import suggest_names
 
@@ -53,8 +53,8 @@ def read_jobs(path: str | os.PathLike) -> list[Job]:
     [('a', 100.0)]
     """
     try:
-        jobs = json.loads(Path(path).read_text())
-    except (RecursionError, ValueError) as error:
+        jobs = parse_json(Path(path).read_text())
+    except ValueError as error:
         raise ValueError(f"{path} is not a JSON file ({error})") from None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise ValueError(f"{path} must contain a JSON list of jobs, each a JSON object")

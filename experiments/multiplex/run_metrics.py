@@ -1,6 +1,5 @@
 """Jobs from the metrics of training runs of this project, which record step durations (docs/guides/metrics.md)."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.multiplex.jobs import SECONDS_MAX, Job
+from relibra_jax.support.json_text import parse_json
 
 LEARN: Final = "learn"
 """The kind of the metrics lines that describe a whole step."""
@@ -47,7 +47,7 @@ def read_durations(folder: str | os.PathLike) -> StepDurations:
     Raises:
         ValueError: if there are no such files, a line is not a line of metrics, or no line describes a learning step.
 
-    >>> import tempfile
+    >>> import json, tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> line = {"kind": "learn"} | dict.fromkeys([*ROLLOUT_TIMES, *TRAINING_TIMES], 2.0)
     >>> (folder / "seed-0").mkdir()
@@ -122,10 +122,10 @@ def _whole_lines(file: Path) -> list[str]:
 def _durations(place: str, line: str) -> tuple[float, float] | None:
     """Return the seconds of rollout and training in a line of metrics, or None if it describes no learning step."""
     try:
-        metrics = json.loads(line)
+        metrics = parse_json(line)
         if metrics["kind"] != LEARN:
             return None
-    except (KeyError, RecursionError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{place} is not a line of metrics") from None
     for name in (*ROLLOUT_TIMES, *TRAINING_TIMES):
         seconds = metrics.get(name)

@@ -5,12 +5,12 @@ The library tokenizers reads ``tokenizer.json``. The tokens that end a response 
 none). The chat template is ``chat_template.jinja``, or ``chat_template`` of ``tokenizer_config.json``.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.rl.tokens import Tokenizer
+from relibra_jax.support.json_text import parse_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -76,8 +76,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (RecursionError, ValueError) as error:
+        settings = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(settings).__name__}")

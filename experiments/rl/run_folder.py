@@ -16,6 +16,7 @@ from experiments.rl.processes import is_first, on_any, process_count, text_from_
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.json_text import parse_json
 
 UNSAVED_SETTINGS: Final = ("out", "resume", "verify", "profile")
 """The settings that apply to one start of a run and are not saved for the next."""
@@ -89,7 +90,7 @@ def saved_config(folder: Path) -> Train:
     if not path.is_file():
         raise ValueError(f"{folder}: no run to resume, because there is no config.json")
     try:
-        saved = json.loads(path.read_text())
+        saved = parse_json(path.read_text())
         _check_types(saved, plain_settings(Train()))
         defaults = {field.name: getattr(Train(), field.name) for field in dataclasses.fields(Train)}
         parts = {
@@ -99,7 +100,7 @@ def saved_config(folder: Path) -> Train:
         }
         model = None if saved.get("model") is None else Path(saved["model"])
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
 
 

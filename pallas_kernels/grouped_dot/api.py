@@ -9,6 +9,7 @@ but weight buffers without slots are removed before the call.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -19,7 +20,14 @@ from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_
 from pallas_kernels.grouped_dot.triton import grouped_dot_triton, grouped_outer_triton
 from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
 from pallas_kernels.implementation import choose_implementation
-from pallas_kernels.operands import Array, check_group_sizes, check_weights, describe, resolve_out_dtype
+from pallas_kernels.operands import (
+    Array,
+    as_arrays,
+    check_group_sizes,
+    check_weights,
+    describe,
+    resolve_out_dtype,
+)
 from pallas_kernels.varying_axes import match_varying_axes
 
 
@@ -85,7 +93,7 @@ def grouped_dot(
     >>> grouped_dot(rows, (homes, replicas), jnp.array([1, 0, 2]))[:, 0].tolist()
     [2.0, 10.0, 10.0, 0.0]
     """
-    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
+    rows, group_sizes = as_arrays(rows=rows, group_sizes=group_sizes)
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(f"rows: expected floating [r, k], found {describe(rows)}")
     matrix = ("n", rows.shape[1]) if transposed else (rows.shape[1], "n")
@@ -133,13 +141,15 @@ def grouped_outer(
     >>> homes[:, 0, 0].tolist(), replicas[:, 0, 0].tolist()
     ([1.0, 0.0], [2.0])
     """
-    lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    lhs, rhs, group_sizes = as_arrays(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     if lhs.ndim != 2 or not jnp.issubdtype(lhs.dtype, jnp.floating):
         raise ValueError(f"lhs: expected floating [r, k], found {describe(lhs)}")
     if rhs.ndim != 2 or rhs.shape[0] != lhs.shape[0] or rhs.dtype != lhs.dtype:
         raise ValueError(
             f"rhs: expected {lhs.dtype}[{lhs.shape[0]}, n] for lhs {describe(lhs)}, found {describe(rhs)}"
         )
+    if not isinstance(slots, Sequence) or not all(isinstance(count, Integral) for count in slots):
+        raise TypeError(f"slots={slots!r} must be a sequence of integers")
     slots = tuple(slots)
     if sum(slots) < 1 or min(slots) < 0:
         raise ValueError(f"slots={slots} must be non-negative and have a sum of at least 1")
@@ -183,7 +193,7 @@ def ragged_dot(
     >>> ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1]))[:, 0].tolist()
     [2.0, 2.0, 0.0]
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = as_arrays(lhs=lhs, rhs=rhs)
     if (
         lhs.ndim != 2
         or rhs.ndim != 3

@@ -16,7 +16,14 @@ from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.triton import grouped_mlp_triton
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
 from pallas_kernels.implementation import choose_implementation
-from pallas_kernels.operands import Array, check_group_sizes, check_weights, describe, resolve_out_dtype
+from pallas_kernels.operands import (
+    Array,
+    as_arrays,
+    check_group_sizes,
+    check_weights,
+    describe,
+    resolve_out_dtype,
+)
 from pallas_kernels.varying_axes import match_varying_axes
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
@@ -88,14 +95,14 @@ def _check_operands(
     rows: Array, weights: Sequence[Array], group_sizes: Array, row_scale: Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Check the operands, and return them as JAX arrays, without the weight buffers that have no slots."""
-    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
+    rows, group_sizes = as_arrays(rows=rows, group_sizes=group_sizes)
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
     buffers = check_weights(weights, rows, 3, rows.shape[1], "F")
     check_group_sizes(group_sizes, [buffer.shape[0] for buffer in buffers])
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
-    row_scale = jnp.asarray(row_scale)
+    (row_scale,) = as_arrays(row_scale=row_scale)
     if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
         raise ValueError(
             f"row_scale: expected floating [{rows.shape[0]}] for rows {describe(rows)}, found {describe(row_scale)}"

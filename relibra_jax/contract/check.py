@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 _RANK = "micro-batch layer node local_rank"
 _SLOT = f"{_RANK} slot"
 
 
+@checks_arguments
 def check_load(load: Num[Array, "..."], topology: Topology) -> None:
     """Raise ValueError unless planners can use ``load``. Inside jit only its shape and dtype are checked.
 
@@ -51,6 +53,7 @@ def check_load(load: Num[Array, "..."], topology: Topology) -> None:
     )
 
 
+@checks_arguments
 def check_plan(
     plan: Plan, load: Int[Array, "M L N G E"], topology: Topology, *, across_nodes: bool = False
 ) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Plan, Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 
 def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
@@ -22,12 +23,14 @@ def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
     return jnp.zeros_like(places).at[permutation].set(places, unique_indices=True)
 
 
+@checks_arguments
 def contiguous_homes(topology: Topology, num_layers: int) -> Int[jax.Array, "L E"]:
     """Return Megatron-LM's homes: expert ``e`` in flat home slot ``e``, in every layer."""
     row = jnp.arange(topology.num_experts, dtype=jnp.int32)
     return jnp.tile(row[None], (num_layers, 1))
 
 
+@checks_arguments
 def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array, "... N G H"]:
     """Return the expert in every home slot, the inverse of ``home``.
 
@@ -47,6 +50,7 @@ def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array,
     return experts.reshape(*home.shape[:-1], *shape)
 
 
+@checks_arguments
 def assemble_plan(
     home: Int[Array, "L E"],
     replica: Int[Array, "M L N G R"],
@@ -119,16 +123,19 @@ def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
     return jnp.asarray(load, jnp.int32).sum((2, 3), dtype=jnp.int32)
 
 
+@checks_arguments
 def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
     """Return the number of token copies that each rank computes."""
     return plan.quota.sum(-1)
 
 
+@checks_arguments
 def resident_experts(plan: Plan, topology: Topology) -> Int[Array, "L N G B"]:
     """Return the experts in the resident slots, which are the same in every micro-batch; EMPTY for none."""
     return plan.slot_expert[0, ..., topology.home_slots : topology.held_slots]
 
 
+@checks_arguments
 def replica_experts(plan: Plan, topology: Topology) -> Int[Array, "M L N G R"]:
     """Return the experts in the replica slots; EMPTY for none."""
     return plan.slot_expert[..., topology.held_slots :]

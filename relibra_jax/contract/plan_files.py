@@ -7,9 +7,11 @@ import numpy as np
 
 from relibra_jax.contract.check import check_slots
 from relibra_jax.contract.types import Plan, Topology
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.atomic_write import write_atomically
 
 
+@checks_arguments
 def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
     """Save a plan and its topology as ``.npz``: the arrays of `Plan` and the numbers of `Topology`, by field name.
 
@@ -24,6 +26,7 @@ def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
         np.savez_compressed(file, **arrays)
 
 
+@checks_arguments
 def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
     """Load a plan that `save_plan` wrote, and check everything about it that can be checked without a load.
 

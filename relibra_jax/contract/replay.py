@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.types import Array, Assignment, RoutingReplay
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
 IMPLAUSIBLE_BITS: Final = 30
@@ -38,6 +39,7 @@ def id_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.int32)
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames="num_experts")
 def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E"]:
     """Count the token copies that every sample sends to every expert.
@@ -64,6 +66,7 @@ def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E
     return jax.vmap(layers)(jnp.asarray(replay.expert_ids, jnp.int32), jnp.asarray(replay.mask))
 
 
+@checks_arguments
 def expert_load(
     replay: RoutingReplay, assignment: Assignment, *, num_experts: int
 ) -> Int[Array, "M L N G E"]:

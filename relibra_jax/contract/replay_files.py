@@ -9,10 +9,12 @@ import numpy as np
 
 from relibra_jax.contract.replay import check_replay, id_dtype
 from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.atomic_write import write_atomically
 from relibra_jax.support.limits import check_memory
 
 
+@checks_arguments
 def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_experts: int) -> None:
     """Save a replay as an ``.npz`` file, atomically.
 
@@ -49,6 +51,7 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
+@checks_arguments
 def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
     """Load a replay that `save_replay`, or another program that uses its format, wrote.
 

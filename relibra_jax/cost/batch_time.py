@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Num
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology, check_shape
 from relibra_jax.cost.copies import push_time, reorder_time
 from relibra_jax.cost.step_time import LayerTime, attention_time, layer_time, rank_time
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class BatchTime(NamedTuple):
@@ -70,6 +71,7 @@ class BatchTime(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "hideable"}
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames="topology")
 def batch_time(
     batch_plan: BatchPlan,
@@ -119,6 +121,7 @@ def batch_time(
     return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, jnp.asarray(rest))
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames=("topology", "num_sequences"))
 def balanced_time(
     load: Int[Array, "M L N G E"],

@@ -20,6 +20,7 @@ from relibra_jax.routing.exchange_rules import (
     choose_path,
     exchange_choices,
 )
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_choice, check_integer, check_not_negative, check_positive
 
 COMPUTE_BYTES: Final = 2
@@ -63,6 +64,7 @@ def count_passes(updates: int, *, recompute: bool) -> Passes:
     return Passes(compute=forward + 2 * backward, exchange=2 * (forward + backward))
 
 
+@checks_arguments
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """What a batch is priced for: hardware, model sizes, passes, and the way in which layers run.
@@ -137,6 +139,7 @@ class CostModel:
             if getattr(self, name) not in names:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
 
+    @checks_arguments
     def on(self, topology: Topology) -> "CostModel":
         """Return the cost model with every ``auto`` replaced by what layers run on GPUs, and ``striped`` None by False.
 
@@ -162,6 +165,7 @@ class CostModel:
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
         return dataclasses.replace(self, striped=bool(self.striped) and topology.ranks_per_node > 1, **chosen)
 
+    @checks_arguments
     def price(
         self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None
     ) -> Price:

@@ -4,7 +4,10 @@ import dataclasses
 
 import jax
 
+from relibra_jax.support.argument_types import checks_arguments
 
+
+@checks_arguments
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:

@@ -25,6 +25,7 @@ from relibra_jax.cost.least_crossings import (
     crossings_of_parts,
     crossings_of_sets,
 )
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_not_negative
 
 
@@ -44,6 +45,7 @@ class LeastTime(NamedTuple):
         return self.attention + self.compute + self.exchange
 
 
+@checks_arguments
 def least_time(
     replay: RoutingReplay, topology: Topology, *, cost: Price, across_nodes: bool = False
 ) -> LeastTime:

@@ -25,6 +25,7 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import ACCUMULATOR_BYTES, COMPUTE_BYTES, STATE_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
 REPLICA_BUFFERS: Final = 3
@@ -49,6 +50,7 @@ class RankMemory(NamedTuple):
         return sum(self)
 
 
+@checks_arguments
 def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMemory:
     """Compute the memory of a rank in bytes.
 
@@ -82,6 +84,7 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
     )
 
 
+@checks_arguments
 def check_rank_memory(topology: Topology, model: Model, *, cluster: Cluster, shards: int = 1) -> None:
     """Raise ValueError unless the memory of a rank suffices for its slots and attention.
 

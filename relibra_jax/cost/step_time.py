@@ -34,6 +34,7 @@ from jaxtyping import Float, Int, Num
 from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Price, Topology
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.traffic import Sent, count_sent
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class RankTime(NamedTuple):
@@ -91,6 +92,7 @@ def sample_attention(lengths: Float[Array, "*samples"], cost: Price) -> Float[ja
     return jnp.float32(cost.pair if cost.sequences == "packed" else 0.0) * lengths**2
 
 
+@checks_arguments
 def attention_time(
     assignment: Assignment,
     lengths: Int[Array, " B"],
@@ -121,6 +123,7 @@ def attention_time(
     return jnp.asarray(cost.token * positions + sample_attention(own, cost).sum(-1)), positions
 
 
+@checks_arguments
 def rank_time(
     layer_plans: LayerPlan,
     attention: Float[Array, "M N G"],
@@ -186,6 +189,7 @@ def hop_times(
     return jnp.asarray(between), jnp.asarray(inside)
 
 
+@checks_arguments
 def layer_time(time: RankTime) -> LayerTime:
     """Compute the time of layers from that of ranks; every phase waits for its slowest rank.
 

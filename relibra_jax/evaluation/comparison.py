@@ -11,12 +11,14 @@ from relibra_jax.evaluation.planned import plan_in_turn
 from relibra_jax.evaluation.setting import Setting, make_setting
 from relibra_jax.evaluation.settings import Batching, Costs
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.traces.trace import Trace
 
 TIMED_RUNS: Final = 5
 """The number of timed runs of planning, of which the median is reported."""
 
 
+@checks_arguments
 def compare(
     planners: Mapping[str, Planner | PlannerEntry],
     trace: Trace,
@@ -60,6 +62,7 @@ def compare(
     return [run_planner(name, planner, setting, timed_runs=timed_runs) for name, planner in planners.items()]
 
 
+@checks_arguments
 def run_planner(
     name: str, planner: Planner | PlannerEntry, setting: Setting, *, timed_runs: int = TIMED_RUNS
 ) -> Outcome:

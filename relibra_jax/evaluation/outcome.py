@@ -33,6 +33,7 @@ from relibra_jax.planning.metrics import (
     replication_bound,
 )
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.support.argument_types import checks_arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -293,6 +294,7 @@ COLUMNS: Final = tuple(each for each in vars(Outcome).values() if isinstance(eac
 """All numbers of an outcome, in the order of the table."""
 
 
+@checks_arguments
 def table_columns(outcome: Outcome) -> list[Column[Any]]:
     """Return the columns of the table: those with a heading, and those of residents only with resident slots."""
     residents = outcome.setting.topology.resident_slots > 0

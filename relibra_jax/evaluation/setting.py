@@ -13,6 +13,7 @@ from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation.batches import Batches, make_batches
 from relibra_jax.evaluation.settings import Batching, Costs
 from relibra_jax.routing.exchange_rules import choose_striping
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.trace import Trace
@@ -48,6 +49,7 @@ class Setting:
         return self._least_seconds[across_nodes]
 
 
+@checks_arguments
 def make_setting(
     trace: Trace,
     topology: Topology,

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Literal
 
 from relibra_jax.contract.types import Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The ranks of one expert-parallel group."""
@@ -45,6 +47,7 @@ class Ranks:
         )
 
 
+@checks_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batching:
     """How the samples of a trace are divided into batches and micro-batches.
@@ -71,6 +74,7 @@ class Batching:
     """The seed of the shuffled order, of drawn batches, and of planning."""
 
 
+@checks_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
     """The hardware, model and sizes that modelled times are computed for; see relibra_jax.cost.batch_time.

@@ -14,13 +14,9 @@ restored live arrays. This detects changes by the disk, a copy or a migration. O
 own metadata, because neither Zarr format that it writes has a checksum of the values.
 """
 
-import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -31,9 +27,15 @@ from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.checkpoint_layout import CheckpointLayout, check_arrays, describe, layout_json
 from relibra_jax.execution.checkpoint_steps import find_step, raise_together, read_layout, read_state
 from relibra_jax.execution.digests import logical_digests
-from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, slot_spec
-from relibra_jax.execution.mesh import RANKS
+from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves
+from relibra_jax.execution.logical_order import (
+    identity_homes,
+    logical_shape,
+    logical_sharding,
+    regroup,
+)
 from relibra_jax.execution.migration import migrate_experts
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class Restored(NamedTuple):
@@ -47,6 +49,7 @@ class Restored(NamedTuple):
     """Flat home slot of each expert."""
 
 
+@checks_arguments
 def save_checkpoint(
     manager: ocp.CheckpointManager,
     step: int,
@@ -90,13 +93,13 @@ def save_checkpoint(
     logical = migrate_experts(
         {name: _host_copy(leaf.array) for name, leaf in experts.items()},
         homes,
-        _identity(homes),
+        identity_homes(homes),
         layers={name: leaf.layers for name, leaf in experts.items()},
         mesh=mesh,
         topology=topology,
     )
     state = {
-        name: _regroup(logical.pop(name), leaf, merge=True) if name in experts else leaf.array
+        name: regroup(logical.pop(name), leaf, merge=True) if name in experts else leaf.array
         for name, leaf in leaves.items()
     }
     arrays = {name: describe(array) for name, array in state.items()}
@@ -105,6 +108,7 @@ def save_checkpoint(
     return manager.save(step, args=args)
 
 
+@checks_arguments
 def restore_checkpoint(
     manager: ocp.CheckpointManager,
     like: PyTree,
@@ -149,7 +153,7 @@ def restore_checkpoint(
         raise ValueError(
             f"step {step} has {num_experts} experts, but the model has num_experts={topology.num_experts}"
         )
-    identity = _identity(layout.home)
+    identity = identity_homes(layout.home)
     homes = check_homes(layout.home if home is None else home, topology.num_experts)
     if len(homes) != len(identity):
         raise ValueError(
@@ -182,35 +186,8 @@ def _by_name(leaves: list[ExpertLeaf]) -> dict[str, ExpertLeaf]:
     return by_name
 
 
-def _identity(home: Int[np.ndarray, "L E"]) -> Int[np.ndarray, "L E"]:
-    return np.broadcast_to(np.arange(home.shape[1], dtype=np.int32), home.shape)
-
-
 def _host_copy(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"), may_alias=False)
-
-
-def _regroup(array: jax.Array, leaf: ExpertLeaf, *, merge: bool) -> jax.Array:
-    """Reshape ``[N, G, H, ...]`` to ``[E, ...]``, or back, with the same bytes on each rank. ``array`` is donated."""
-    slots = leaf.array.sharding.with_memory_kind(array.sharding.memory_kind)
-    logical = _logical_sharding(slots, leaf)
-    return _regroup_program(slots, logical, stacked=leaf.stacked, merge=merge)(array)
-
-
-@functools.cache
-def _regroup_program(
-    slots: NamedSharding, logical: NamedSharding, *, stacked: bool, merge: bool
-) -> Callable[[jax.Array], jax.Array]:
-    specs, shardings = (slot_spec(slots, stacked=stacked), logical.spec), (slots, logical)
-    old, new = (0, 1) if merge else (1, 0)
-    part = functools.partial(jnp.squeeze if merge else jnp.expand_dims, axis=(stacked, stacked + 1))
-    view = jax.shard_map(part, mesh=slots.mesh, in_specs=specs[old], out_specs=specs[new])
-    return jax.jit(view, donate_argnums=0, out_shardings=shardings[new])
-
-
-def _logical_sharding(slots: NamedSharding, leaf: ExpertLeaf) -> NamedSharding:
-    stack = (None,) * leaf.stacked
-    return slots.update(spec=PartitionSpec(*stack, RANKS, *slots.spec[len(stack) + 3 :]))
 
 
 def _is_key(leaf: Any) -> bool:
@@ -239,9 +216,8 @@ def _saved_form(leaf: ExpertLeaf, mesh: Mesh) -> jax.ShapeDtypeStruct | np.ndarr
     """Return the shape, dtype and sharding of a leaf on disk."""
     array = leaf.array
     if leaf.layers is not None:
-        axis = int(leaf.stacked)
-        shape = (*array.shape[:axis], math.prod(array.shape[axis : axis + 3]), *array.shape[axis + 3 :])
-        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=_logical_sharding(array.sharding, leaf))
+        sharding = logical_sharding(array.sharding, leaf)
+        return jax.ShapeDtypeStruct(logical_shape(leaf), array.dtype, sharding=sharding)
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         return np.asarray(array)
     sharding = (
@@ -253,7 +229,7 @@ def _saved_form(leaf: ExpertLeaf, mesh: Mesh) -> jax.ShapeDtypeStruct | np.ndarr
 
 def _live_form(value: Any, leaf: ExpertLeaf) -> Any:
     if leaf.layers is not None:
-        return _regroup(value, leaf, merge=False)
+        return regroup(value, leaf, merge=False)
     if _is_key(leaf.array):
         impl: list[Any] = []
         jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), leaf.array)

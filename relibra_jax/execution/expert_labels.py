@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import RANKS, check_mesh
+from relibra_jax.support.argument_types import checks_arguments
 
 type Layers = int | range | None
 """The label of a leaf: the layer of its experts as an int for ``[N, G, H, ...]``, a range of layers for a stacked
@@ -41,6 +42,7 @@ class ExpertLeaf(NamedTuple):
         return () if self.layers is None else (self.layers,)
 
 
+@checks_arguments
 def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
     """Derive the labels of an optimizer state from the labels of the parameters.
 
@@ -57,8 +59,9 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         moments) gets a label too; `migrate_experts` rejects it if its layout differs.
 
     Raises:
-        ValueError: if a parameter in the state has no label, or optax cannot tell which leaves belong to which
-            parameter (`optax.lbfgs`).
+        TypeError: if ``tx`` is not a transformation.
+        ValueError: if ``opt_state`` is not a state of it, a parameter in the state has no label, or optax cannot tell
+            which leaves belong to which parameter (`optax.lbfgs`).
 
     >>> import jax.numpy as jnp
     >>> params = {"experts": jnp.zeros((1, 1, 3)), "router": jnp.zeros(4)}
@@ -66,6 +69,8 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
     >>> optimizer_layers(tx, tx.init(params), {"experts": 0, "router": None})[0].mu
     {'experts': 0, 'router': None}
     """
+    if not callable(getattr(tx, "init", None)):
+        raise TypeError(f"tx must be an optax transformation, found {type(tx).__name__}")
     labels = _labels(layers)
 
     def label(parameters):
@@ -75,6 +80,10 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         return optax.tree_map_params(
             tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
         )
+    except ValueError as error:
+        if "pytree structure" not in str(error):
+            raise
+        raise ValueError(f"opt_state: a {type(opt_state).__name__} is not a state that tx builds") from error
     # An init that does not expect optax's placeholders for parameters may raise any of these.
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         experts = [leaf_name(path) for path, layer in labels.items() if layer is not None]

@@ -33,8 +33,10 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.types import EMPTY, Array
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Gating:
@@ -127,6 +129,7 @@ def check_gating(gating: Gating, num_experts: int) -> None:
         raise ValueError(f"top_k={gating.top_k} is more than the {usable} experts that a token may use")
 
 
+@checks_arguments
 def select_experts(
     logits: Float[Array, "*tokens E"], gating: Gating, *, bias: Float[Array, " E"] | None = None
 ) -> Int[jax.Array, "*tokens K"]:
@@ -168,6 +171,7 @@ def select_experts(
     return jax.lax.top_k(scores, gating.top_k)[1]
 
 
+@checks_arguments
 def gates_at(
     logits: Float[Array, "*tokens E"], expert_ids: Integer[Array, "*tokens K"], gating: Gating
 ) -> Float[jax.Array, "*tokens K"]:
@@ -198,6 +202,7 @@ def gates_at(
     return jnp.where(chosen, gates * gating.scale, 0)
 
 
+@checks_arguments
 def balance_loss(
     logits: Float[Array, "*tokens E"],
     batch_load: Integer[Array, " E"],

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.contract.types import Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 NODE: Final = "node"
 LOCAL: Final = "local"
@@ -31,6 +32,7 @@ Use them as ``jax.jit(..., compiler_options=OVERLAP_OPTIONS)``. XLA on CPU does 
 """
 
 
+@checks_arguments
 def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = None, **others: int) -> Mesh:
     """Build the device mesh of a topology, with the caller's own axes in front.
 
@@ -119,6 +121,7 @@ def why_not_fitted(devices: Sequence[Any]) -> str | None:
     )
 
 
+@checks_arguments
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:
     """Return the sharding of an array ``[N, G, ...]``, such as expert parameters: each rank holds its own part."""
     return NamedSharding(mesh, PartitionSpec(*RANKS), memory_kind=memory_kind)

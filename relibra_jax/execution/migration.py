@@ -30,6 +30,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, leaf_name, slot_spec
 from relibra_jax.execution.mesh import RANKS
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
 CHUNKS: Final = 4
@@ -59,6 +60,7 @@ class MoveError(jax.errors.JaxRuntimeError):
         self.tree = tree
 
 
+@checks_arguments
 def migrate_experts(
     tree: PyTree,
     old_home: Num[Array, "..."],

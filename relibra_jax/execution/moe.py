@@ -39,6 +39,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.execution.stripes import stripe, unstripe
 from relibra_jax.routing.segments import segment_of_row, starts
+from relibra_jax.support.argument_types import checks_arguments
 
 
 @runtime_checkable
@@ -71,6 +72,7 @@ class LayerOutput(NamedTuple):
     that reached the slot of their expert. Otherwise these are the kernels' group sizes, which come from the plan."""
 
 
+@checks_arguments
 def moe_layer(
     x: Float[Array, "..."],
     expert_ids: Integer[Array, "..."],

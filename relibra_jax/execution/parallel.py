@@ -29,6 +29,7 @@ from relibra_jax.routing.exchange_rules import (
     exchange_choices,
 )
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_choice
 
 
@@ -45,6 +46,7 @@ class Kinds(NamedTuple):
     """Whether the ranks of a node deal their tokens to each other before dispatch."""
 
 
+@checks_arguments
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
@@ -170,6 +172,7 @@ class ExpertParallel:
         """Whether the ranks of a node deal tokens to each other before dispatch."""
         return bool(self.striped) and self.topology.ranks_per_node > 1
 
+    @checks_arguments
     def with_striping(self, top_k: int) -> "ExpertParallel":
         """Return these settings with ``striped`` chosen for tokens with ``top_k`` experts, if it is None."""
         if self.striped is not None:
@@ -280,16 +283,7 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
 
 
 def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
-    """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all groups.
-
-    Raises:
-        ValueError: if ``plan`` is not a `LayerPlan`, or an array has a different shape.
-    """
-    if not isinstance(plan, LayerPlan):
-        raise ValueError(
-            f"plan: expected a PreparedLayer or a LayerPlan, found {type(plan).__name__}: take layer i of stacked"
-            " prepared layers with layers.layer(i), not with layers[i]"
-        )
+    """Raise ValueError unless ``plan`` has the shapes of one layer of one micro-batch, for all groups."""
     topology, lead = parallel.topology, parallel.data_shape
     slots = (*lead, *parallel.ranks, topology.slots)
     for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):

@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Int
 
+from relibra_jax.support.argument_types import checks_arguments
+
 
 def digest(tree: Any) -> np.ndarray:
     """Compute the SHA-256 of the structure, shapes, dtypes and values of an array tree, ``uint8[32]``.
@@ -35,6 +37,7 @@ def processes_where(flag: bool) -> Int[np.ndarray, " P"]:
     return np.flatnonzero(multihost_utils.process_allgather(np.bool_(flag)))
 
 
+@checks_arguments
 def check_same_plan(tree: Any, *, what: str = "plan") -> None:
     """Raise on every process unless all processes have the same ``tree``. Every process must call this function.
 

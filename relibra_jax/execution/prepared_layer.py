@@ -30,6 +30,7 @@ from relibra_jax.execution.residents import Residents
 from relibra_jax.execution.stripes import stripe
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class RowCheck(NamedTuple):
@@ -78,6 +79,7 @@ class PreparedLayer(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
+@checks_arguments
 def prepare_layer(
     expert_ids: Integer[Array, "..."], plan: LayerPlan, parallel: ExpertParallel
 ) -> PreparedLayer:
@@ -136,6 +138,7 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
     return PreparedLayer(plan.slot_expert, on_rank(plan), None)
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames="parallel")
 def prepare_layers(
     expert_ids: Integer[Array, "M B *tokens L K"], plans: LayerPlan, parallel: ExpertParallel

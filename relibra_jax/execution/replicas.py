@@ -40,6 +40,7 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents
+from relibra_jax.support.argument_types import checks_arguments
 
 IMPLEMENTATIONS: Final = {"remote": "mosaic", "remote_emulated": "xla"}
 """The implementation of `pallas_kernels.pull_rows` for each kind of fetch that pulls."""
@@ -66,6 +67,7 @@ class LayerExperts(NamedTuple):
         return self.home, self.residents, self.replicas
 
 
+@checks_arguments
 def fetch_replicas(
     experts: Float[Array, "..."],
     layer: PreparedLayer,

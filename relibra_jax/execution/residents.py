@@ -32,6 +32,7 @@ from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.routing.resident_push import PushSizes, push_fits, push_tables
+from relibra_jax.support.argument_types import checks_arguments
 
 CHUNK_BYTES: Final = 1 << 30
 """The bytes that one exchange of a push fills on a rank. Larger pushes take several exchanges."""
@@ -81,6 +82,7 @@ def _push_step(residents: Residents) -> Array:
     return residents.step
 
 
+@checks_arguments
 def check_residents(
     residents: Residents, step: Integer[Array, ""] | int, plan: Plan, topology: Topology
 ) -> None:
@@ -112,6 +114,7 @@ def check_residents(
         )
 
 
+@checks_arguments
 def push_residents(
     experts: PyTree,
     plan: Plan,
@@ -180,6 +183,7 @@ def push_residents(
     return Residents(weights, resident, None if step is None else jnp.asarray(step, jnp.int32))
 
 
+@checks_arguments
 def return_gradients(
     gradients: Float[Array, "L *data N G B three D F"],
     totals: PyTree,

@@ -7,6 +7,7 @@ flattened. The formats differ in empty slots: vLLM allows them (-1), EPLB and SG
 
 import json
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Topology
 from relibra_jax.support.atomic_write import write_atomically
+from relibra_jax.support.json_text import parse_json
 
 
 class EnginePlacement(NamedTuple):
@@ -84,9 +86,9 @@ def from_sglang(path: str | os.PathLike, topology: Topology) -> EnginePlacement:
         ValueError: if the file is not such a JSON file, or if its map does not fit ``topology`` (see `from_physical`).
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            physical = np.asarray(json.load(file)["physical_to_logical_map"])
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        physical = np.asarray(parse_json(text)["physical_to_logical_map"])
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: it must be a JSON object with a rectangular physical_to_logical_map ({error!r})"
         ) from error

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from relibra_jax.execution.gating import Gating
+from relibra_jax.support.argument_types import checks_arguments
 
 QK_NORMS: Final = (None, "head", "width")
 """The axes over which RMSNorm normalises queries and keys: None for no norm, ``head`` for each head by itself (Qwen3,
@@ -18,6 +19,7 @@ FLOATS: Final = ("float32", "bfloat16", "float16")
 """The names of the dtypes that computation, parameters and checkpoints may have."""
 
 
+@checks_arguments
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

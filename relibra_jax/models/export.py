@@ -19,8 +19,10 @@ from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
 from relibra_jax.models.hf_tensors import EXPERTS, Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.nnx import get_homes
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 def pretrained_tensors(
     model: LanguageModel, *, dtype: DTypeLike | None = None
 ) -> Iterator[tuple[str, jax.Array]]:

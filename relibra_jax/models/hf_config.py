@@ -5,7 +5,6 @@ older one of most checkpoints (``num_experts``, ``rope_theta``, ``torch_dtype``)
 features that `LanguageModel` does not have, one error names all their fields and values.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxtyping import DTypeLike
 
 from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fields
+from relibra_jax.support.json_text import parse_json
 
 COMMON_REQUIRED: Final[Fields] = MappingProxyType(
     {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
@@ -80,10 +80,10 @@ def read_config(folder: str | Path) -> Fields:
     """
     path = Path(folder) / "config.json"
     try:
-        fields = json.loads(path.read_text())
+        fields = parse_json(path.read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path}: there is no such file; a checkpoint has one beside its tensors") from error
-    except (OSError, RecursionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")

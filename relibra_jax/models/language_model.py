@@ -24,6 +24,7 @@ from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import SequencePacking
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class ModelOutput(NamedTuple):
@@ -186,6 +187,7 @@ class LanguageModel(nnx.Module):
         return ModelOutput(logits, ids, router_logits, slot_rows, hidden), cache
 
 
+@checks_arguments
 def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
     """Create a new model with its parameters on ``mesh``; a key gives the same weights on every topology.
 

@@ -27,6 +27,7 @@ from relibra_jax.models.language_model import LanguageModel, abstract_model
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import set_homes
+from relibra_jax.support.argument_types import checks_arguments
 
 EXPERT_AXES: Final = 5
 """The number of leading axes of the experts' array: layer, node, rank, slot and matrix."""
@@ -34,6 +35,7 @@ EXPERT_AXES: Final = 5
 log = logging.getLogger(__name__)
 
 
+@checks_arguments
 def load_pretrained(
     folder: str | Path,
     mesh: Mesh,

@@ -17,6 +17,7 @@ from relibra_jax.models.hf_config import config_fields, differences, load_config
 from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.models.tensor_files import write_tensors
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.atomic_write import write_json
 
 COPIED_FILES: Final = (
@@ -35,6 +36,7 @@ SHARD_BYTES: Final = 4_000_000_000
 """The default limit on the bytes of tensors in one file."""
 
 
+@checks_arguments
 def save_pretrained(
     model: LanguageModel,
     folder: str | Path,

@@ -1,7 +1,6 @@
 """Read and write the safetensors files of a checkpoint: one file, or shards with an index."""
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from relibra_jax.support.atomic_write import write_atomically, write_json
+from relibra_jax.support.json_text import parse_json
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -81,11 +81,11 @@ def _indexed(folder: Path) -> set[str]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+        file_of = parse_json((folder / INDEX).read_text())["weight_map"]
         files = set(file_of.values())
         if not all(isinstance(file, str) for file in files):
             raise ValueError("weight_map must map names to file names")
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / INDEX}: not an index of tensors ({error!r})") from error
     for file in sorted(files):
         if Path(file).name != file:

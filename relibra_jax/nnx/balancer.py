@@ -81,6 +81,7 @@ from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.sequence_packing import lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 from relibra_jax.support.programs import announce_compilation
 
@@ -145,6 +146,7 @@ class Balancer:
     ((2, 3, 5, 8), 80)
     """
 
+    @checks_arguments
     def __init__(
         self,
         planner: Planner,
@@ -163,7 +165,7 @@ class Balancer:
             )
         if sequences not in SEQUENCES:
             raise ValueError(f"sequences={sequences!r} must be one of {', '.join(SEQUENCES)}")
-        if not (cost is None or cost == "balance" or isinstance(cost, CostModel)):
+        if isinstance(cost, str) and cost != "balance":
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
@@ -236,6 +238,7 @@ class Balancer:
         self._marks = None
         self.discard()
 
+    @checks_arguments
     def prepare(
         self,
         model: nnx.Module,
@@ -285,6 +288,7 @@ class Balancer:
         )
         return batch
 
+    @checks_arguments
     def prepare_stages(
         self,
         model: nnx.Module,
@@ -352,6 +356,7 @@ class Balancer:
         self._steps_before = None
         self._warm_start = None
 
+    @checks_arguments
     def plan_ahead(
         self,
         batch: Batch,
@@ -423,10 +428,6 @@ class Balancer:
         self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay
     ) -> Float[np.ndarray, "L E m"]:
         """Raise ValueError unless a batch may be prepared now; return the marks of the experts."""
-        if not isinstance(replay, RoutingReplay):
-            raise ValueError(
-                f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
-            )
         check_model_homes(model, self._home)
         if optimizer is None and self.trains:
             raise ValueError(

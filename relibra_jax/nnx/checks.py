@@ -14,6 +14,7 @@ from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
 from relibra_jax.nnx.variables import ExpertParam
+from relibra_jax.support.argument_types import checks_arguments
 
 
 def check_finite(model: nnx.Module) -> None:
@@ -134,6 +135,7 @@ def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
         )
 
 
+@checks_arguments
 def check_executed(slot_rows: Int[Array, "M L *data N G S"], batch: PreparedBatch) -> None:
     """Raise unless every slot computed exactly the number of rows in its quota. Runs on the host.
 

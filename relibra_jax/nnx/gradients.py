@@ -20,6 +20,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import AXES, ExpertParam
+from relibra_jax.support.argument_types import checks_arguments
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
 """The loss function of one micro-batch, ``objective(model, samples, layers) -> (loss, auxiliary)``.
@@ -30,6 +31,7 @@ routing.
 """
 
 
+@checks_arguments
 def accumulate_gradients(
     model: nnx.Module,
     objective: Objective,
@@ -109,6 +111,7 @@ def _check_micro_batches(samples: PyTree, layers: PreparedLayer | None) -> None:
             )
 
 
+@checks_arguments
 def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:
     """Push the residents of one update, for steps that share them, such as a recompute and the update after it.
 

@@ -14,9 +14,11 @@ from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.execution.expert_labels import Layers, optimizer_layers
 from relibra_jax.execution.migration import MoveError, migrate_experts
 from relibra_jax.nnx.variables import AXES, ExpertParam, Homes
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
 
+@checks_arguments
 def expert_labels(state: Any) -> Any:
     """Label each leaf of a model's state with the MoE layers whose experts it holds.
 
@@ -46,6 +48,7 @@ def expert_labels(state: Any) -> Any:
     return jax.tree.unflatten(structure, labels)
 
 
+@checks_arguments
 def get_homes(model: nnx.Module) -> Int[np.ndarray, "L E"]:
     """Read the homes of the experts of all layers from the model.
 
@@ -69,6 +72,7 @@ def get_homes(model: nnx.Module) -> Int[np.ndarray, "L E"]:
     return np.concatenate([np.asarray(leaf).reshape(-1, *experts) for leaf in leaves])
 
 
+@checks_arguments
 def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
     """Set the homes that all layers record for their experts, in place, without moving any weights.
 
@@ -102,6 +106,7 @@ def _homes_state(model: nnx.Module, home: Int[np.ndarray, "L E"]) -> Any:
     return jax.tree.map(place, nnx.state(model, Homes))
 
 
+@checks_arguments
 def reorder_experts(
     model: nnx.Module,
     optimizer: nnx.Optimizer | None,

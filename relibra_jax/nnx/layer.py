@@ -29,6 +29,7 @@ from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch, prepare_layer
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert_spec
+from relibra_jax.support.argument_types import checks_arguments
 
 REPLICATED: Final = PartitionSpec()
 """The sharding spec of replicated parameters."""
@@ -86,6 +87,7 @@ class MoELayer(nnx.Module):
     ((2, 3, 8), (2, 3, 4), dtype('uint8'))
     """
 
+    @checks_arguments
     def __init__(
         self,
         topology: Topology,
@@ -138,6 +140,7 @@ class MoELayer(nnx.Module):
 
         self.shared = nnx.Param(make(shared, rngs.params())) if shared_width else None
 
+    @checks_arguments
     def __call__(
         self,
         x: Float[Array, "..."],
@@ -201,6 +204,7 @@ class MoELayer(nnx.Module):
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits, slot_rows)
 
+    @checks_arguments
     def fetch(
         self, x: Num[Array, "B ..."], plan: LayerPlan | PreparedLayer, parallel: ExpertParallel
     ) -> tuple[LayerExperts, jax.Array]:
@@ -225,6 +229,7 @@ class MoELayer(nnx.Module):
             layer = layer._replace(residents=layer.residents._replace(weights=weights))
         return fetch_replicas(self.experts[...].astype(dtype), layer, x, parallel)
 
+    @checks_arguments
     def route(
         self, x: Float[Array, "B *tokens D"]
     ) -> tuple[Integer[Array, "B *tokens K"], Float[Array, "B *tokens E"]]:

@@ -12,22 +12,28 @@ average of every step is cheaper as a module of its own, which moves with the mo
 ``copies``.
 """
 
-import functools
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Int, PyTree
 
 from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.expert_labels import ExpertLeaf, labelled_leaves, optimizer_layers
+from relibra_jax.execution.logical_order import (
+    identity_homes,
+    logical_shape,
+    logical_sharding,
+    regroup,
+)
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.nnx.homes import expert_labels, get_homes
 from relibra_jax.nnx.variables import CorrectionBias
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
 _KEPT: Final = nnx.Any(nnx.Param, CorrectionBias)
@@ -35,6 +41,7 @@ type Named = dict[str, Any]
 """Arrays by the names of their places in the model or in the optimizer's state, such as ``layers.0.experts``."""
 
 
+@checks_arguments
 def logical_params(model: nnx.Module) -> Named:
     """Copy the parameters of a model, with experts in logical order.
 
@@ -48,6 +55,7 @@ def logical_params(model: nnx.Module) -> Named:
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.nnx import MoELayer
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> import functools
     >>> make = functools.partial(MoELayer, topology, 8, 16, GATINGS["gpt-oss"])
     >>> here, there = make(rngs=nnx.Rngs(0)), make(home=np.array([2, 0, 3, 1]), rngs=nnx.Rngs(1))
     >>> params = logical_params(here)
@@ -61,11 +69,13 @@ def logical_params(model: nnx.Module) -> Named:
     return _logical(params, expert_labels(params), get_homes(model))
 
 
+@checks_arguments
 def logical_optimizer_state(model: nnx.Module, optimizer: nnx.Optimizer) -> Named:
     """Copy the state of a model's optimizer, with what belongs to experts in logical order, as `logical_params`."""
     return _logical(optimizer.opt_state, _optimizer_labels(model, optimizer), get_homes(model))
 
 
+@checks_arguments
 def from_logical(
     model: nnx.Module,
     params: Named,
@@ -109,102 +119,79 @@ def _optimizer_labels(model: nnx.Module, optimizer: nnx.Optimizer) -> PyTree:
 def _logical(tree: PyTree, labels: PyTree, home: Int[np.ndarray, "L E"]) -> Named:
     leaves = labelled_leaves(tree, labels)
     copies = [leaf._replace(array=jnp.copy(leaf.array)) for leaf in leaves]
-    moved = _move(copies, home, _identity(home))
-    return {
-        _name(leaf): array if leaf.layers is None else _reshape(array, leaf, home.shape[1])
-        for leaf, array in zip(leaves, moved, strict=True)
-    }
+    moved = _move(copies, home, identity_homes(home))
+    return {_name(leaf): _to_logical(array, leaf) for leaf, array in zip(copies, moved, strict=True)}
 
 
 def _physical(
     tree: PyTree, labels: PyTree, home: Int[np.ndarray, "L E"], values: Named, argument: str
 ) -> PyTree:
-    leaves, num_experts = labelled_leaves(tree, labels), home.shape[1]
-    names = [_name(leaf) for leaf in leaves]
-    if unknown := sorted(set(values) ^ set(names)):
-        problem = "is missing" if unknown[0] in names else "is not in the model"
+    leaves = {_name(leaf): leaf for leaf in labelled_leaves(tree, labels)}
+    if unknown := sorted(set(values) ^ set(leaves)):
+        problem = "is missing" if unknown[0] in leaves else "is not in the model"
         raise ValueError(f"{argument}: {unknown[0]} {problem}")
-    placed = []
-    for name, leaf in zip(names, leaves, strict=True):
-        expected = _logical_shape(leaf, num_experts) if leaf.layers is not None else leaf.array.shape
-        if np.shape(values[name]) != tuple(expected):
-            raise ValueError(
-                f"{argument}, {name}: expected shape {tuple(expected)}, found {np.shape(values[name])}"
-            )
-        placed.append(leaf._replace(array=_like(values[name], leaf.array)))
-    return jax.tree.unflatten(jax.tree.structure(tree), _move(placed, _identity(home), home))
+    for name, leaf in leaves.items():
+        expected = leaf.array.shape if leaf.layers is None else logical_shape(leaf)
+        if (found := np.shape(values[name])) != tuple(expected):
+            raise ValueError(f"{argument}, {name}: expected shape {tuple(expected)}, found {found}")
+    placed = [leaf._replace(array=_to_slots(values[name], leaf)) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), _move(placed, identity_homes(home), home))
+
+
+def _is_over_ranks(leaf: ExpertLeaf) -> bool:
+    """Whether the experts of a leaf are on a mesh, spread over its ranks."""
+    sharding = leaf.array.sharding
+    return (
+        leaf.layers is not None
+        and isinstance(sharding, NamedSharding)
+        and set(RANKS) <= set(sharding.mesh.axis_names)
+    )
+
+
+def _to_logical(array: jax.Array, leaf: ExpertLeaf) -> jax.Array:
+    """Return an array with experts at the slots of their ids as one over experts."""
+    if leaf.layers is None:
+        return array
+    return regroup(array, leaf, merge=True) if _is_over_ranks(leaf) else array.reshape(logical_shape(leaf))
+
+
+def _to_slots(value: Array, leaf: ExpertLeaf) -> jax.Array:
+    """Return a copy of a value in logical order as an array like the leaf's, with experts at the slots of their ids."""
+    array, over_ranks = leaf.array, _is_over_ranks(leaf)
+    value = value if isinstance(value, jax.Array) else np.asarray(value)
+    value = value if value.dtype == array.dtype else value.astype(array.dtype)
+    sharding = logical_sharding(array.sharding, leaf) if over_ranks else array.sharding
+    if leaf.layers is not None and not over_ranks:
+        value = value.reshape(array.shape)
+    copy = jax.device_put(value, sharding, may_alias=False)
+    return regroup(copy, leaf, merge=False) if over_ranks else copy
 
 
 def _move(
     leaves: list[ExpertLeaf], old: Int[np.ndarray, "L E"], new: Int[np.ndarray, "L E"]
 ) -> list[jax.Array]:
     """Move the experts of leaves from old homes to new ones; their arrays are donated."""
-    arrays = [leaf.array for leaf in leaves]
-    experts = next((leaf for leaf in leaves if leaf.layers is not None), None)
+    arrays, labels = [leaf.array for leaf in leaves], [leaf.layers for leaf in leaves]
+    experts = next(filter(_is_over_ranks, leaves), None)
     if experts is None:
-        return arrays
-    sharding = experts.array.sharding
-    if (
-        isinstance(sharding, NamedSharding)
-        and isinstance(sharding.mesh, Mesh)
-        and set(RANKS) <= set(sharding.mesh.axis_names)
-    ):
-        nodes, local, homes = experts.array.shape[experts.stacked :][:3]
-        topology = Topology(
-            num_nodes=nodes, ranks_per_node=local, num_experts=nodes * local * homes, replica_slots=0
-        )
-        labels = [leaf.layers for leaf in leaves]
-        return migrate_experts(arrays, old, new, layers=labels, mesh=sharding.mesh, topology=topology)
-    return [
-        array if leaf.layers is None else _take(array, leaf, old, new)
-        for leaf, array in zip(leaves, arrays, strict=True)
-    ]
+        return [_take(leaf, old, new) for leaf in leaves]
+    nodes, local, homes = experts.array.shape[experts.stacked :][:3]
+    topology = Topology(
+        num_nodes=nodes, ranks_per_node=local, num_experts=nodes * local * homes, replica_slots=0
+    )
+    return migrate_experts(
+        arrays, old, new, layers=labels, mesh=experts.array.sharding.mesh, topology=topology
+    )
 
 
-def _take(
-    array: jax.Array, leaf: ExpertLeaf, old: Int[np.ndarray, "L E"], new: Int[np.ndarray, "L E"]
-) -> jax.Array:
+def _take(leaf: ExpertLeaf, old: Int[np.ndarray, "L E"], new: Int[np.ndarray, "L E"]) -> jax.Array:
     """Move the experts of an array that is on no mesh."""
-    rows = array.reshape(-1, old.shape[1], *array.shape[leaf.stacked + 3 :])
+    if leaf.layers is None:
+        return leaf.array
+    rows = leaf.array.reshape(-1, old.shape[1], *leaf.array.shape[leaf.stacked + 3 :])
     source = [old[layer][np.argsort(new[layer])] for layer in leaf.layer_numbers]
-    return jnp.stack([row[index] for row, index in zip(rows, source, strict=True)]).reshape(array.shape)
-
-
-def _identity(home: Int[np.ndarray, "L E"]) -> Int[np.ndarray, "L E"]:
-    return np.broadcast_to(np.arange(home.shape[1], dtype=np.int32), home.shape)
-
-
-def _logical_shape(leaf: ExpertLeaf, num_experts: int) -> tuple[int, ...]:
-    lead = leaf.array.shape[: leaf.stacked]
-    return (*lead, num_experts, *leaf.array.shape[leaf.stacked + 3 :])
-
-
-def _reshape(array: jax.Array, leaf: ExpertLeaf, num_experts: int) -> jax.Array:
-    """Return an array in home slots as one over experts, sharded over the ranks."""
-    shape = _logical_shape(leaf, num_experts)
-    if not isinstance(array.sharding, NamedSharding):
-        return array.reshape(shape)
-    rest = array.sharding.spec[leaf.stacked + 3 :]
-    return _reshape_to(shape, NamedSharding(array.sharding.mesh, _spec(leaf, rest)))(array)
-
-
-def _spec(leaf: ExpertLeaf, rest: tuple[Any, ...]) -> PartitionSpec:
-    return PartitionSpec(*(None,) * leaf.stacked, RANKS, *rest)
-
-
-def _like(value: Array, like: jax.Array) -> jax.Array:
-    """Return a copy of ``value`` with the shape, dtype and sharding of ``like``."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return jnp.copy(_reshape_to(like.shape, like.sharding)(value).astype(like.dtype))
-    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.copy(value)
-    host = np.asarray(value).astype(like.dtype).reshape(like.shape)
-    return jax.make_array_from_callback(host.shape, like.sharding, lambda index: host[index])
-
-
-@functools.cache
-def _reshape_to(shape: tuple[int, ...], sharding: Any) -> Any:
-    return jax.jit(lambda array: array.reshape(shape), out_shardings=sharding)
+    moved = jnp.stack([row[index] for row, index in zip(rows, source, strict=True)])
+    return moved.reshape(leaf.array.shape)
 
 
 def _name(leaf: ExpertLeaf) -> str:

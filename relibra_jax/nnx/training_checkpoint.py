@@ -15,12 +15,14 @@ from relibra_jax.nnx.checks import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
 SIZES: Final = "balancer.capacities."
 """The prefix of the names of buffer sizes in a checkpoint."""
 
 
+@checks_arguments
 def save_training(
     manager: ocp.CheckpointManager,
     step: int,
@@ -44,10 +46,9 @@ def save_training(
         True if the manager saved a checkpoint; False if its policy skips this step.
 
     Raises:
-        ValueError: if ``manager`` is not an Orbax checkpoint manager, if a parameter is not finite, or under the
-            conditions of `relibra_jax.execution.checkpoint.save_checkpoint`.
+        ValueError: if a parameter is not finite, or under the conditions of
+            `relibra_jax.execution.checkpoint.save_checkpoint`.
     """
-    _check_manager(manager)
     check_finite(model)
     put_on_mesh(model, optimizer, balancer.parallel.mesh)
     return save_checkpoint(
@@ -61,6 +62,7 @@ def save_training(
     )
 
 
+@checks_arguments
 def restore_training(
     manager: ocp.CheckpointManager,
     model: nnx.Module,
@@ -86,12 +88,11 @@ def restore_training(
         The step number, and the saved ``extra``.
 
     Raises:
-        ValueError: if ``manager`` is not an Orbax checkpoint manager, if there is no checkpoint of this step, if it
-            belongs to another model (the message says what differs), or if it cannot be read or has changed since it
-            was saved (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer and balancer
-            keep their values.
+        ValueError: if there is no checkpoint of this step, if it belongs to another model (the message says what
+            differs), or if it cannot be read or has changed since it was saved
+            (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer and balancer keep their
+            values.
     """
-    _check_manager(manager)
     put_on_mesh(model, optimizer, balancer.parallel.mesh)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
@@ -116,14 +117,6 @@ def restore_training(
         balancer.state = tree["balancer"]._replace(home=restored.home)
         balancer.trains = True
     return restored.step, tree["extra"]
-
-
-def _check_manager(manager: Any) -> None:
-    if not isinstance(manager, ocp.CheckpointManager):
-        raise ValueError(
-            f"manager: expected an orbax.checkpoint.CheckpointManager, found {type(manager).__name__}: open one with"
-            " CheckpointManager(folder)"
-        )
 
 
 def _saved_state(model: nnx.Module) -> Any:

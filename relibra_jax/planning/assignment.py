@@ -29,12 +29,14 @@ from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches
 from relibra_jax.planning.sample_search import SampleProblem, search_samples
+from relibra_jax.support.argument_types import checks_arguments
 
 MAX_COUNTERS: Final = 512
 """The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
 keeps the same number for received tokens."""
 
 
+@checks_arguments
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:
     """Assign samples in their given order: contiguous runs to micro-batches, and within each of them to flat ranks.
 
@@ -85,6 +87,7 @@ class Assign(Protocol):
     ) -> Assignment: ...
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames=("topology", "token_budget", "steps"))
 def assign_samples(
     batch: Batch,

@@ -15,6 +15,7 @@ from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, RoutingReplay, Topology, check_shape
 from relibra_jax.planning.routes import Routes, sample_routes
 from relibra_jax.planning.transitions import count_transitions
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class Batch(NamedTuple):
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     None for the longest sample."""
 
 
+@checks_arguments
 def count_batch(
     replay: RoutingReplay, topology: Topology, *, with_routes: bool = True, with_transitions: bool = False
 ) -> Batch:
@@ -138,6 +140,7 @@ def check_counts(batch: Batch, starts: Sequence[Assignment], topology: Topology)
         check_load(np.moveaxis(by_rank, 3, 1), topology)
 
 
+@checks_arguments
 def fill_unfinished(batch: Batch, finished: Bool[Array, " B"]) -> Batch:
     """Replace the counts of unfinished samples of a batch by those of finished samples. Works under jit.
 

@@ -14,8 +14,10 @@ from jaxtyping import Float, Int, Num
 from relibra_jax.contract.plan import expert_totals, home_layout, node_quota
 from relibra_jax.contract.types import Array, LayerPlan, Topology
 from relibra_jax.planning.greedy_replication import least_top_load
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
     """Return max / mean of rank load in each layer of each micro-batch; 1 where there is no load.
 
@@ -32,6 +34,7 @@ def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
     return jnp.where(mean > 0, top / jnp.where(mean > 0, mean, 1), 1)
 
 
+@checks_arguments
 def batch_imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, ""]:
     """Return the imbalance of a batch: a layer's sum of maxima over its sum of means, averaged over layers.
 
@@ -136,6 +139,7 @@ def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
     return jax.vmap(jax.vmap(one_layer))(jax.tree.map(jnp.asarray, layer_plans))
 
 
+@checks_arguments
 def moved_experts(
     home: Int[Array, "... E"], previous_home: Int[Array, "... E"], *, home_slots: int
 ) -> Int[jax.Array, "..."]:

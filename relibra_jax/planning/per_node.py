@@ -12,6 +12,7 @@ from jaxtyping import Int, Num
 
 from relibra_jax.contract.plan import assemble_plan, home_layout
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``(load[P H], expected[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each, S = H + R.
@@ -19,6 +20,7 @@ type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 handle residents."""
 
 
+@checks_arguments
 def plan_per_node(
     rule: Rule,
     load: Num[Array, "M L E"],

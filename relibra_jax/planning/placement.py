@@ -31,6 +31,7 @@ from relibra_jax.planning.node_placement import (
     relative_prices,
 )
 from relibra_jax.planning.residents import residents_on_ranks
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
 REFINING: Final = 3e-4
@@ -46,6 +47,7 @@ class BinSearch(Protocol):
     ) -> Int[jax.Array, "I rows"]: ...
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames=("topology", "steps", "search"))
 def place_experts(
     request: PlanRequest,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
+import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from relibra_jax.contract.check import check_homes
@@ -27,9 +28,11 @@ from relibra_jax.planning.batch import Batch, check_counts, count_for_planner, m
 from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.striping import with_striped_load
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 
+@checks_arguments
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A part of a batch that runs in micro-batches of its own, such as a recompute or an update.
@@ -80,6 +83,7 @@ def plan_batch(
 ) -> tuple[tuple[BatchPlan, ...], Any]: ...
 
 
+@checks_arguments
 def plan_batch(
     batch: RoutingReplay | Batch,
     planner: Planner,
@@ -139,9 +143,9 @@ def plan_batch(
     Raises:
         ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
             stage, if the samples of a stage are not consecutive samples of the batch, if an assignment or ``start``
-            does not fit the topology, if ``cost`` does not have one entry per stage, has stages that differ in path or
-            striping, or has a negative price, if ``rounds`` is negative, or if the planner or ``assign`` rejects its
-            input.
+            does not fit the topology, if ``state`` is not the planner's, if ``cost`` does not have one entry per stage,
+            has stages that differ in path or striping, or has a negative price, if ``rounds`` is negative, or if the
+            planner or ``assign`` rejects its input.
 
     >>> import numpy as np
     >>> from relibra_jax import relibra
@@ -164,6 +168,7 @@ def plan_batch(
     if isinstance(batch, RoutingReplay):
         batch = count_for_planner(batch, planner, topology, prices)
     batch = widen_counts(batch, topology)
+    _check_state(state, planner, batch.sample_load.shape[1], topology)
     check_integer("rounds", rounds, least=0)
     if start is not None:
         _check_start(start, batch.sample_load.shape[1], topology)
@@ -273,6 +278,20 @@ def _check_price(price: Price) -> None:
         check_not_negative(f"cost.{field.name}", float(value))
         if field.name == "copy":
             check_positive("cost.copy", float(value))
+
+
+def _check_state(state: Any, planner: Planner, layers: int, topology: Topology) -> None:
+    """Raise ValueError unless a state has the structure and shapes of the planner's own."""
+    own = jax.eval_shape(lambda key: planner.init(topology, layers, key=key), jax.random.key(0))
+    expected, found = (
+        (jax.tree.structure(tree), [np.shape(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (own, state)
+    )
+    if expected != found:
+        raise ValueError(
+            f"state must be that of the planner for {layers} layers, {type(own).__name__} with arrays"
+            f" {expected[1]}, found {type(state).__name__} with {found[1]}"
+        )
 
 
 def _check_start(start: Placement, layers: int, topology: Topology) -> None:

@@ -18,6 +18,7 @@ from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest,
 from relibra_jax.contract.types import Array, Plan, Topology
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.support.argument_types import checks_arguments
 
 
 class RelibraState(NamedTuple):
@@ -37,6 +38,7 @@ def keep_homes(
     return Placement.without_residents(previous_home, topology)
 
 
+@checks_arguments
 def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_experts) -> Planner:
     """Make the ReLibra planner.
 

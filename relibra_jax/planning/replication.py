@@ -16,9 +16,11 @@ from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
 from relibra_jax.planning.per_node import plan_per_node, plan_per_node_with_residents
 from relibra_jax.planning.residents import nodes_holding
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer, check_not_negative
 
 
+@checks_arguments
 def replicate_experts(
     request: PlanRequest,
     placement: Placement,
@@ -128,6 +130,7 @@ def _split_by_node(
     return jax.vmap(jax.vmap(split), (0, None, None))(by_node, holds, home_node)
 
 
+@checks_arguments
 def without_replicas(
     load: Int[Array, "M L E"],
     home: Int[Array, "L E"],

@@ -16,9 +16,11 @@ from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, Assignment, Topology
 from relibra_jax.planning.packing import lightest_pack
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
 
+@checks_arguments
 def pack_samples(
     lengths: Int[Array, " B"],
     topology: Topology,
@@ -75,6 +77,7 @@ def pack_samples(
     return Assignment(sample_at.reshape(num_micro_batches, nodes, local, positions))
 
 
+@checks_arguments
 def micro_batches_for(lengths: Int[Array, " B"], topology: Topology, *, tokens_per_rank: int) -> int:
     """Return the smallest number of micro-batches for which `pack_samples` keeps every rank within a token budget.
 

@@ -13,8 +13,10 @@ from jaxtyping import Bool, Int, Integer
 from relibra_jax.contract.types import Array
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 def sample_counts(
     source: Any,
     *,

@@ -31,7 +31,7 @@ def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[An
     """
 
     def decode_all(source: Any, expected: Expected) -> list[Recorded]:
-        items, samples = list(sequence(source, of="samples")), len(expected.mask)
+        items, samples = list(sequence(source, of="samples as the source")), len(expected.mask)
         if len(items) != samples:
             raise ValueError(f"the source has {len(items)} samples, but the mask has {samples}")
         recorded = []

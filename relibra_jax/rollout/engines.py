@@ -50,7 +50,7 @@ def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | Non
 def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
     """Read HTTP responses of vLLM, whose choices are the samples."""
     samples: list[tuple[Any, Any]] = []
-    for response in sequence(source, of="responses"):
+    for response in sequence(source, of="responses as the source"):
         prompt = field(response, "prompt_routed_experts", None)
         for position, choice in enumerate(sequence(field(response, "choices"), of="choices")):
             if field(choice, "index", position) != position:

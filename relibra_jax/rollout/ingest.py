@@ -18,8 +18,10 @@ from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 def replay_from_rollout(
     source: Any,
     *,

@@ -10,13 +10,13 @@ a pass cannot be checked: trace with one sample, or one packed sequence, per mic
 map to the tracer, the ids of a token are in ascending order, because the tracer did not know the order of top-k.
 """
 
-import json
 from typing import Any
 
 import numpy as np
 
 from relibra_jax.rollout.expected import Expected
 from relibra_jax.rollout.payload import Recorded, integers, sequence
+from relibra_jax.support.json_text import parse_json
 
 
 def router_trace(source: Any, expected: Expected) -> list[Recorded]:
@@ -37,20 +37,20 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
     chunks: dict[int, list[np.ndarray]] = {}
     passes: dict[int, list[tuple[int, int]]] = {}
     ranks: set[int] = set()
-    for number, stream in enumerate(sequence(source, of="streams, one per rank")):
+    for number, stream in enumerate(sequence(source, of="streams, one per rank, as the source")):
         stream_ranks = set()
         for line_number, line in enumerate(sequence(stream, of="lines"), start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if record["block"] != "decoder":
                     continue
                 layer, step, rank, tokens = (record[key] for key in ("layer", "step", "rank", "num_tokens"))
                 ids = integers(record["top_indices"], ndim=2)
                 if ids.shape != (tokens, expected.top_k):
                     raise ValueError(f"top_indices are {list(ids.shape)}, not [{tokens}, {expected.top_k}]")
-            except (KeyError, RecursionError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 problem = f"missing key {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"stream {number}, line {line_number}: {problem}") from error
             stream_ranks.add(rank)

@@ -23,6 +23,7 @@ from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
+from relibra_jax.support.argument_types import checks_arguments
 
 LANE_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
 """The lengths of lanes among which a fitted exchange chooses, in sixteenths of the buffer's. Each is a compiled branch.
@@ -69,6 +70,7 @@ class Capacities:
     """Sizes for the experts that are sent to resident slots; None if they were not counted."""
 
 
+@checks_arguments
 def count_capacities(
     layer_plans: LayerPlan,
     topology: Topology,
@@ -124,6 +126,7 @@ def count_capacities(
     )
 
 
+@checks_arguments
 def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
     """Return the buffer sizes that suffice for any routing, which systems without a replay must allocate.
 
@@ -157,6 +160,7 @@ def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capaci
     )
 
 
+@checks_arguments
 def check_capacities(have: Capacities, need: Capacities) -> None:
     """Raise ValueError unless every buffer of ``have`` is at least as large as that of ``need``.
 
@@ -180,6 +184,7 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
             raise ValueError(f"buffer {name} {actual}, but this batch needs {size}")
 
 
+@checks_arguments
 def grow_capacities(
     have: Capacities | None, need: Capacities, *, round_up: Callable[[int], int] = lambda size: size
 ) -> Capacities:

@@ -19,11 +19,13 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
+from relibra_jax.support.argument_types import checks_arguments
 
 PARTS: Final = 8
 """The number of parts in which a rank lays out its supply of an expert."""
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames="topology")
 def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S"]:
     """Count the token copies that each source rank sends to each slot, in one layer of one micro-batch.

@@ -14,8 +14,10 @@ from relibra_jax.contract.types import EMPTY, BatchPlan, LayerPlan, RoutingRepla
 from relibra_jax.routing.slots import copy_nodes
 from relibra_jax.routing.split import source_quota
 from relibra_jax.routing.striping import stripe_tokens
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 @functools.partial(jax.jit, static_argnames=("topology", "striped"))
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False

@@ -10,6 +10,8 @@ from typing import Final
 
 import jax
 
+from relibra_jax.support.argument_types import checks_arguments
+
 LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """JAX's event between lowering a program and compiling it, with the program's name."""
 COMPILED: Final = "/jax/core/compile/backend_compile_duration"
@@ -21,6 +23,7 @@ KEEP_NOTHING: Final = "--no-keep-programs"
 """The option of commands that turns `keep_programs` off."""
 
 
+@checks_arguments
 def keep_programs(folder: str | os.PathLike | None = None) -> Path | None:
     """Make JAX keep compiled programs on disk, so that later processes load them instead of compiling again.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from relibra_jax.contract.replay_files import load_replay, read_labels, stored_num_experts
+from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_memory
 from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.calibrated import SYNTHETIC, Synthetic, draw_trace
@@ -35,6 +36,7 @@ NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {
 """Functions that read or draw the named traces, by name."""
 
 
+@checks_arguments
 def read_trace(name: str | Path | None) -> Trace:
     """Read a trace by its name or from a file.
 

@@ -1,12 +1,14 @@
 """A small training run whose expert state tests attack: weights, moments, homes, residents and prepared tables."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from test_residents_training import LAYERS, SAMPLES, TOKENS, TOPOLOGY, WIDTH, Model
 
 from relibra_jax.execution import expert_mesh
@@ -54,12 +56,13 @@ PLANNER = random_planner()
 
 
 class Run:
-    """A model, its optimizer and its balancer, on 2 x 2 ranks with residents and replicas, in one or two groups."""
+    """A model, its optimizer and its balancer, on 2 x 2 ranks with residents and replicas, and on other axes."""
 
-    def __init__(self, planner=PLANNER, groups=1, cost=None):
-        axes = {"data": groups} if groups > 1 else {}
-        self.mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[: groups * TOPOLOGY.num_ranks], **axes)
-        self.model = Model(TOPOLOGY, self.mesh)
+    def __init__(self, planner=PLANNER, axes=None, cost=None):
+        axes = axes or {}
+        devices = TOPOLOGY.num_ranks * math.prod(axes.values())
+        self.mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:devices], **axes)
+        self.model = Model(TOPOLOGY, self.mesh, fsdp_axis="fsdp" if "fsdp" in axes else None)
         self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
         self.balancer = Balancer(
             planner,
@@ -86,7 +89,14 @@ class Run:
     def logical(self):
         """Return all parameters and the optimizer's state on the host, with experts in the order of their ids."""
         both = logical_params(self.model), logical_optimizer_state(self.model, self.optimizer)
-        return jax.tree.map(np.asarray, both)
+        return jax.tree.map(on_host, both)
+
+
+def on_host(array):
+    """Return an array as a NumPy array, whole on every process."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 PUSH = nnx.jit(prepare_residents)

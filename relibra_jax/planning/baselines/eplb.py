@@ -19,8 +19,10 @@ from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Topo
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
+from relibra_jax.support.argument_types import checks_arguments
 
 
+@checks_arguments
 def rebalance_experts(
     load: Num[Array, "L E"], num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> PhysicalExperts:
@@ -117,6 +119,7 @@ def pack_homes(
     return jax.vmap(inverse_permutation)(physical.physical_to_logical)
 
 
+@checks_arguments
 @functools.cache
 def eplb(
     *,

@@ -24,6 +24,7 @@ from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.baselines.graphs import graph_edges
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
+from relibra_jax.support.argument_types import checks_arguments
 
 STEPS = 14
 """Interior-point steps, after which the largest rank load is within 0.1% of the optimum (tests/test_lplb.py)."""
@@ -96,6 +97,7 @@ def split_over_edges(
     return flow.reshape(edges.shape) * mean
 
 
+@checks_arguments
 @functools.cache
 def lplb(
     *,

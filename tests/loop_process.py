@@ -1,0 +1,58 @@
+"""One process of the Flax loop that ``make attack`` attacks: ``python tests/loop_process.py FOLDER``.
+
+It saves every batch, and goes on after the last one that is saved. At the end, the first process writes all weights and
+moments. The variable ``TROUBLE`` has the index of a process, a batch, and the number of the call of our functions which
+raises an error while the process prepares the batch.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from support.expert_state import Run
+from support.loop_attacks import OURS, Arena
+
+from experiments.miniature.sharing import shared_programs
+from experiments.rl.process_group import join_processes
+from relibra_jax.nnx import restore_training, save_training
+
+
+def prepare(run, number):
+    """Prepare a batch, with the trouble that is asked for."""
+    process, batch, left = map(int, os.environ.get("TROUBLE", "-1 -1 0").split())
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise ValueError(f"injected in {frame.f_code.co_qualname}")
+
+    if (process, batch) == (jax.process_index(), number):
+        sys.settrace(trace)
+    try:
+        return run.prepare(number)
+    finally:
+        sys.settrace(None)
+
+
+def main(folder):
+    with join_processes(), shared_programs():
+        run, first = Run(), 0
+        with ocp.CheckpointManager(folder / "checkpoints") as manager:
+            if manager.latest_step() is not None:
+                first, _ = restore_training(manager, run.model, run.optimizer, run.balancer)
+            for number in range(first, Arena.BATCHES):
+                run.step(prepare(run, number), number)
+                save_training(manager, number + 1, run.model, run.optimizer, run.balancer)
+                manager.wait_until_finished()
+        leaves = jax.tree.leaves(run.logical())
+        if jax.process_index() == 0:
+            np.savez(folder / "end.npz", *leaves)
+
+
+main(Path(sys.argv[1]))
