@@ -79,14 +79,15 @@ def main():
     from support.process_attacks import PROCESSES, programs
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's writers
+    on_processes = min(options.processes, options.cases)
     begin, counts, wrong = time.monotonic(), collections.Counter(), []
     cases = []
-    if loops := options.cases - options.processes:
+    if loops := options.cases - on_processes:
         cases += run_cases(LOOP, arenas(), loops, options.seed)
         print(f"{loops} attacks on loops in {time.monotonic() - begin:.0f} s", flush=True)
-    if options.processes:
+    if on_processes:
         with tempfile.TemporaryDirectory() as folder:
-            cases += run_cases(PROCESSES, programs(Path(folder)), options.processes, options.seed)
+            cases += run_cases(PROCESSES, programs(Path(folder)), on_processes, options.seed)
     for case in cases:
         end = case.end.split(":")[0]
         counts[case.attack.__name__.replace("_", " "), end] += 1

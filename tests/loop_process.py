@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from support.expert_state import Run
-from support.loop_attacks import OURS, Arena
+from support.loop_attacks import Arena, is_ours
 
 from experiments.miniature.sharing import shared_programs
 from experiments.rl.process_group import join_processes
-from relibra_jax.nnx import restore_training, save_training
+from relibra_jax.nnx import from_logical, logical_optimizer_state, restore_training, save_training
 
 
 def prepare(run, number):
@@ -26,7 +26,7 @@ def prepare(run, number):
 
     def trace(frame, event, argument):
         nonlocal left
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+        if event == "call" and is_ours(frame):
             left -= 1
             if left < 0:
                 sys.settrace(None)
@@ -40,6 +40,12 @@ def prepare(run, number):
         sys.settrace(None)
 
 
+def put_back(run):
+    """Set weights and moments from copies of them, on the host and on the mesh."""
+    params, moments = run.logical()[0], logical_optimizer_state(run.model, run.optimizer)
+    from_logical(run.model, params, optimizer=run.optimizer, optimizer_state=moments)
+
+
 def main(folder):
     with join_processes(), shared_programs():
         run, first = Run(), 0
@@ -47,6 +53,7 @@ def main(folder):
             if manager.latest_step() is not None:
                 first, _ = restore_training(manager, run.model, run.optimizer, run.balancer)
             for number in range(first, Arena.BATCHES):
+                put_back(run)
                 run.step(prepare(run, number), number)
                 save_training(manager, number + 1, run.model, run.optimizer, run.balancer)
                 manager.wait_until_finished()
@@ -55,4 +62,5 @@ def main(folder):
             np.savez(folder / "end.npz", *leaves)
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 from wrong_arguments import PACKAGES, public_functions
 
@@ -81,13 +82,21 @@ def test_public_function_refuses_an_object_by_the_name_of_its_argument(package, 
         (3, typing.Literal["this"], False),
         (len, typing.Callable[..., int], True),
         (np.zeros((2, 3), np.uint8), Int[np.ndarray, "a b"], True),
-        ([[1, 2], [3, 4]], Int[np.ndarray, "a b"], True),
-        ([[1, 2], [3]], Int[np.ndarray, "a b"], False),
+        ([[1, 2], [3, 4]], Int[np.ndarray, "a b"], False),  # as in jax.numpy
         (np.zeros((2, 3)), Int[np.ndarray, "a b"], False),
         (np.zeros(3, int), Int[np.ndarray, "a b"], False),
         (np.zeros((5, 2, 3), int), Int[np.ndarray, "*stack a b"], True),
         (jnp.zeros(3, jnp.bfloat16), Float[np.ndarray, " a"], True),
+        (jnp.zeros(3, jnp.uint4), Int[np.ndarray, " a"], True),
+        (jnp.zeros(3, jnp.bfloat16), Int[np.ndarray, " a"], False),
+        (3, Int[np.ndarray, ""], True),
         (3, Int[np.ndarray, "..."], False),
+        (jnp.bfloat16, DTypeLike, True),
+        ("bfloat16", DTypeLike, True),
+        (3, DTypeLike, False),
+        (True, int, False),
+        ({1, 2}, typing.Sequence[int], False),
+        (10**20, int, True),
         (np.array(["a"]), Float[np.ndarray, " a"], False),
     ],
 )
@@ -97,12 +106,15 @@ def test_types_fit_as_functions_take_them(value, hint, expected):
 
 def test_missing_arguments_are_pythons_own_error():
     @checks_arguments
-    def repeat(text: str, *times: int, **options: str) -> None: ...
+    def repeat(text: str, *times: int, sep: str = None, **options: str) -> None: ...  # noqa: RUF013
 
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'text'"):
         repeat()
     with pytest.raises(TypeError, match=r"times must be an integer, found str$"):
         repeat("a", 1, "b")
+    with pytest.raises(TypeError, match=r"options must be a str, found 3$"):
+        repeat("a", other=3)
+    repeat("a", 1, sep=None)  # a default fits, whatever the annotation says
 
 
 @pytest.mark.long

@@ -119,6 +119,20 @@ def test_logical_state_goes_to_other_homes_and_back():
     np.testing.assert_array_equal(params["layers.0.experts"], stored[get_homes(run.model)[0]])
 
 
+def test_from_logical_shares_no_memory_with_what_it_takes():
+    """Neither host arrays nor those of another mesh are donated, or seen by the model when they change later."""
+    run, wide = Run(), Run(axes={"data": 2})
+    for params in (jax.tree.map(np.array, logical_params(wide.model)), logical_params(wide.model)):
+        from_logical(run.model, params)
+        expected = run.logical()
+        for name, array in params.items():
+            if isinstance(array, np.ndarray):
+                array *= 2
+            else:
+                assert np.isfinite(array).all(), name
+        assert_equal(run.logical(), expected)
+
+
 def test_from_logical_refuses_what_does_not_fit():
     run = Run()
     params = logical_params(run.model)

@@ -279,6 +279,14 @@ def test_plan_batch_is_the_same_under_jit(replay, rounds, x64):
     chex.assert_trees_all_equal(*(jax.random.key_data(state.key) for state in (after, later)))
 
 
+def test_plan_batch_takes_the_state_of_its_planner_alone(replay, planner):
+    plan = functools.partial(plan_batch, replay, planner, topology=TOPOLOGY, stages=MICRO_BATCHES)
+    plan(planner.init(TOPOLOGY, 2, key=jax.random.PRNGKey(0)))  # keys of the old style too
+    for state in (None, jnp.zeros(3), planner.init(TOPOLOGY, 3, key=jax.random.key(0))):
+        with pytest.raises(ValueError, match="state must be that of the planner for 2 layers, "):
+            plan(state)
+
+
 def test_plan_batch_rejects_bad_loads_and_rounds(replay):
     batch = Batch(np.array(sample_load(replay, num_experts=8)), replay.mask.sum(1, dtype=np.int32))
     options = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}

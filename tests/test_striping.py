@@ -125,19 +125,6 @@ def test_prices_are_those_of_layers_by_default_which_are_not_striped():
     assert dataclasses.replace(cost, striped=True).price(TOPOLOGY).striped
 
 
-@pytest.mark.parametrize("settings", ["cost model", "layers"])
-def test_striped_must_be_a_choice(settings):
-    """Types are checked in these tests after construction, so a wrong one is set first and then checked."""
-    mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
-    made = {
-        "cost model": CostModel(cluster=CLUSTER, model=MODEL),
-        "layers": ExpertParallel(mesh=mesh, topology=TOPOLOGY),
-    }[settings]
-    object.__setattr__(made, "striped", "no")
-    with pytest.raises(ValueError, match="striped='no' must be True, False or None"):
-        made.__post_init__()
-
-
 def test_estimates_of_striped_times_are_exact_where_the_tokens_of_a_sample_are_alike():
     """The search and the modelled times estimate loads and visits of dealt tokens from counts of samples."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)

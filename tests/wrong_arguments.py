@@ -10,8 +10,10 @@ import doctest
 import importlib
 import inspect
 import io
+import os
 import re
 import sys
+import tempfile
 import typing
 from pathlib import Path
 from unittest import mock
@@ -29,7 +31,7 @@ PACKAGES = (
     "relibra_jax.models",
     "pallas_kernels",
 )
-WRONG = (None, 3, "wrong", 2.5, ["wrong"], object(), lambda *_: 0)
+WRONG = (None, 3, "wrong", 2.5, ["wrong"], [[1, 2]], object(), lambda *_: 0)
 
 
 def public_functions(package):
@@ -104,6 +106,7 @@ def problems(function, bound):
 
 def main():
     count = wrong = 0
+    os.chdir(tempfile.mkdtemp())  # some of the calls write files
     for package in PACKAGES:
         for name, (function, bound) in calls(package).items():
             for problem in problems(function, bound):

@@ -21,7 +21,7 @@ from relibra_jax.routing.exchange_rules import (
     exchange_choices,
 )
 from relibra_jax.support.argument_types import checks_arguments
-from relibra_jax.support.limits import check_choice, check_integer, check_not_negative, check_positive
+from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
 
 COMPUTE_BYTES: Final = 2
 """Bytes of one number in computation: bfloat16."""
@@ -123,7 +123,6 @@ class CostModel:
             check_positive(name, getattr(self, name))
         for name in ("data_parallel", "shards"):
             check_integer(name, getattr(self, name), least=1)
-        check_choice("striped", self.striped)
         if self.compute_bytes is not None:
             check_integer("compute_bytes", self.compute_bytes, least=1)
         count_passes(self.updates, recompute=self.recompute)

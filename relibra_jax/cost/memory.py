@@ -61,7 +61,7 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
             1 for no sharding.
 
     Raises:
-        ValueError: if ``shards`` is not an integer of at least 1, or if the topology has fewer experts than the model.
+        ValueError: if ``shards`` is below 1, or if the topology has fewer experts than the model.
 
     >>> from relibra_jax.cost.models import MODELS
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=32, replica_slots=2, resident_slots=1)

@@ -73,6 +73,10 @@ class Batching:
     seed: int = 0
     """The seed of the shuffled order, of drawn batches, and of planning."""
 
+    def __post_init__(self) -> None:
+        if self.order not in ("given", "shuffled"):
+            raise ValueError(f"order={self.order!r} must be given or shuffled")
+
 
 @checks_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from relibra_jax.planning.placement import BinSearch, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.support.argument_types import checks_arguments
 
 
 def _place_for_balance(search: BinSearch = search_bins) -> Place:
@@ -50,7 +49,6 @@ def with_samples_assigned(name: str) -> PlannerEntry:
     return dataclasses.replace(PLANNERS[name], assign=assign_samples)
 
 
-@checks_arguments
 def ablation() -> dict[str, PlannerEntry]:
     """Return each mechanism of ReLibra alone, alternatives to each, and planners to compare with, by name."""
     fastest = cheapest([PLANNERS[name].planner for name in ("relibra", "eplb", "lplb")])

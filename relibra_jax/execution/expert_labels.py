@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import RANKS, check_mesh
-from relibra_jax.support.argument_types import checks_arguments
 
 type Layers = int | range | None
 """The label of a leaf: the layer of its experts as an int for ``[N, G, H, ...]``, a range of layers for a stacked
@@ -42,7 +41,6 @@ class ExpertLeaf(NamedTuple):
         return () if self.layers is None else (self.layers,)
 
 
-@checks_arguments
 def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
     """Derive the labels of an optimizer state from the labels of the parameters.
 

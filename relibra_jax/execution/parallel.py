@@ -30,7 +30,6 @@ from relibra_jax.routing.exchange_rules import (
 )
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.support.argument_types import checks_arguments
-from relibra_jax.support.limits import check_choice
 
 
 class Kinds(NamedTuple):
@@ -116,7 +115,6 @@ class ExpertParallel:
             )
         if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
-        check_choice("striped", self.striped)
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
 

@@ -74,10 +74,10 @@ class ModelConfig:
     """Whether the output head shares its weights with the embedding."""
     norm_epsilon: float = 1e-6
     """The number added to the mean square before RMSNorm takes its root."""
-    dtype: str = "float32"
+    dtype: DTypeLike = "float32"
     """The dtype of the computation. Statistics of norms, attention weights, router logits and the model's logits are
     always float32."""
-    param_dtype: str = "float32"
+    param_dtype: DTypeLike = "float32"
     """The dtype of the parameters, except for correction biases, which are always float32."""
     architecture: str = "qwen3_moe"
     """The architecture whose tensor names the model's checkpoints use, a key of

@@ -18,7 +18,6 @@ from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
 
-@checks_arguments
 def expert_labels(state: Any) -> Any:
     """Label each leaf of a model's state with the MoE layers whose experts it holds.
 

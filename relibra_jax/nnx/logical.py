@@ -139,7 +139,7 @@ def _physical(
 
 
 def _is_over_ranks(leaf: ExpertLeaf) -> bool:
-    """Whether the experts of a leaf are on a mesh, spread over its ranks."""
+    """Return whether a leaf has experts, on a mesh with ranks."""
     sharding = leaf.array.sharding
     return (
         leaf.layers is not None
@@ -158,13 +158,18 @@ def _to_logical(array: jax.Array, leaf: ExpertLeaf) -> jax.Array:
 def _to_slots(value: Array, leaf: ExpertLeaf) -> jax.Array:
     """Return a copy of a value in logical order as an array like the leaf's, with experts at the slots of their ids."""
     array, over_ranks = leaf.array, _is_over_ranks(leaf)
-    value = value if isinstance(value, jax.Array) else np.asarray(value)
-    value = value if value.dtype == array.dtype else value.astype(array.dtype)
     sharding = logical_sharding(array.sharding, leaf) if over_ranks else array.sharding
-    if leaf.layers is not None and not over_ranks:
-        value = value.reshape(array.shape)
-    copy = jax.device_put(value, sharding, may_alias=False)
-    return regroup(copy, leaf, merge=False) if over_ranks else copy
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jnp.copy(value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        copy = jnp.copy(jax.device_put(value.astype(array.dtype), sharding))
+    else:
+        # Unlike device_put, this needs no other process, and shares no memory with the value.
+        host = np.array(value, array.dtype)
+        copy = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    if leaf.layers is None:
+        return copy
+    return regroup(copy, leaf, merge=False) if over_ranks else copy.reshape(array.shape)
 
 
 def _move(

@@ -87,8 +87,7 @@ def place_experts(
         The homes and residents of the batch.
 
     Raises:
-        ValueError: if ``steps`` is not an integer of at least 1 that fits int32, or if the shapes disagree with the
-            topology.
+        ValueError: if ``steps`` is below 1 or does not fit int32, or if the shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[9, 8, 2, 1]], [[0, 0, 0, 0]]]], [[[[7, 9, 2, 2]], [[0, 0, 0, 0]]]]])

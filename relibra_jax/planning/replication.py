@@ -60,7 +60,7 @@ def replicate_experts(
         A Plan; unused replica slots are EMPTY.
 
     Raises:
-        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that fits int32, if ``tolerance`` is
+        ValueError: if ``min_tokens`` or ``tile`` is below 1 or does not fit int32, if ``tolerance`` is
             negative or given with ``exact``, or if the shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)

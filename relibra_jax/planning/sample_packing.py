@@ -92,8 +92,7 @@ def micro_batches_for(lengths: Int[Array, " B"], topology: Topology, *, tokens_p
         M, the number of micro-batches, at least 1 and at most B.
 
     Raises:
-        ValueError: if there is no sample, if a sample is longer than the budget, or if ``tokens_per_rank`` is not an
-            integer of at least 1.
+        ValueError: if there is no sample, if a sample is longer than the budget, or if ``tokens_per_rank`` is below 1.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
     >>> micro_batches_for(np.array([9, 1, 5, 4, 3]), topology, tokens_per_rank=10)

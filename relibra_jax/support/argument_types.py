@@ -1,8 +1,7 @@
 """Types of arguments, checked where callers enter: a wrong one is a TypeError that names the argument.
 
-The checks follow the annotations. They are as liberal as the functions are: an array is everything that NumPy takes for
-one with numbers and the annotated number of dimensions, and of dtypes only integers are checked. Ranges and shapes are
-left to the functions.
+The checks follow the annotations. An array is everything that has a shape with the annotated number of dimensions and a
+dtype of numbers, which are integers if the annotation says so. Ranges and shapes are left to the functions.
 """
 
 import collections.abc
@@ -19,8 +18,17 @@ from jaxtyping import AbstractArray, PyTree
 
 ANY: Final = "biufcV"
 """The kinds of NumPy dtypes of numbers. JAX's small floats are of kind V."""
-NUMBERS: Final = {bool: "b", int: "biu", float: ANY, complex: ANY}
+EXACT: Final = ("int", "uint", "bool")
+"""The beginnings of the names of dtypes of integers and booleans."""
+NUMBERS: Final = {bool: "b", int: "iu", float: ANY, complex: ANY}
 """The kinds of dtypes that fit an annotated number."""
+
+
+_MANY: Final[dict[Any, Callable[[Any], Any]]] = {
+    inspect.Parameter.VAR_POSITIONAL: tuple,
+    inspect.Parameter.VAR_KEYWORD: dict.values,
+}
+"""The values of the arguments that stand for several."""
 
 
 def checks_arguments[F: Callable](function: F) -> F:
@@ -44,7 +52,7 @@ def checks_arguments[F: Callable](function: F) -> F:
     if isinstance(function, type):
         function.__init__ = checks_arguments(function.__init__)  # type: ignore[misc]
         return function
-    signature, name_of_function = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    signature, where = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
     @functools.cache
     def hints() -> dict[str, Any]:
@@ -58,16 +66,10 @@ def checks_arguments[F: Callable](function: F) -> F:
         except TypeError:
             return function(*args, **kwargs)  # Python says what is missing
         for name, value in arguments.items():
-            hint = hints().get(name, Any)
-            kind = signature.parameters[name].kind
-            values = {inspect.Parameter.VAR_POSITIONAL: value, inspect.Parameter.VAR_KEYWORD: ()}.get(
-                kind, (value,)
-            )
-            for each in values:
-                if not fits(each, hint):
-                    raise TypeError(
-                        f"{name_of_function}: {name} must be {_words(hint)}, found {_found(each)}"
-                    )
+            hint, parameter = hints().get(name, Any), signature.parameters[name]
+            for each in _MANY.get(parameter.kind, lambda value: (value,))(value):
+                if each is not parameter.default and not fits(each, hint):
+                    raise TypeError(f"{where}: {name} must be {_words(hint)}, found {_found(each)}")
         return function(*args, **kwargs)
 
     return cast(F, checked)
@@ -88,7 +90,7 @@ def fits(value: Any, hint: Any) -> bool:
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         if not isinstance(value, collections.abc.Iterable) or isinstance(value, str | bytes):
             return False
-        if issubclass(origin, collections.abc.Sequence) and not hasattr(value, "__len__"):
+        if issubclass(origin, collections.abc.Sequence) and not _is_sequence(value):
             return False
         # A generator would be consumed.
         return not hasattr(value, "__len__") or all(fits(each, args[0]) for each in value)
@@ -99,12 +101,18 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in NUMBERS:
         return _is_number(value, NUMBERS[hint])
     if getattr(hint, "_is_protocol", False):
-        return callable(value) if "__call__" in vars(hint) else True
+        return all(hasattr(value, name) for name in hint.__protocol_attrs__)
     return isinstance(value, origin or hint)
 
 
 def _resolved(hint: Any) -> Any:
     return hint.__value__ if isinstance(hint, typing.TypeAliasType) else hint
+
+
+def _is_sequence(value: Any) -> bool:
+    """Return whether a value has elements in an order, as arrays have too."""
+    is_sized = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return is_sized and not isinstance(value, collections.abc.Mapping)
 
 
 def _is_number(value: Any, kinds: str) -> bool:
@@ -116,20 +124,27 @@ def _is_number(value: Any, kinds: str) -> bool:
 
 
 def _is_array(value: Any, hint: Any) -> bool:
-    """Return whether a value is an array of numbers with the annotated number of dimensions."""
-    if isinstance(value, list | tuple | numbers.Number) and not hasattr(value, "dtype"):
-        try:
-            value = np.asarray(value)
-        except ValueError:  # lists of different lengths
-            return False
+    """Return whether a value is an array of numbers with the annotated number of dimensions; numbers have none."""
+    if isinstance(value, numbers.Number) and not hasattr(value, "dtype"):
+        value = np.asarray(value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    exact = all(str(dtype).startswith(("int", "uint", "bool")) for dtype in hint.dtypes)
-    if isinstance(value.dtype, np.dtype) and value.dtype.kind not in ("biu" if exact else ANY):
+    if isinstance(value.dtype, np.dtype) and not _has_numbers(value.dtype, exact=_is_exact(hint)):
         return False
     if hint.index_variadic is None:
         return len(value.shape) == len(hint.dims)
     return len(value.shape) >= len(hint.dims) - 1 and (value.shape != () or hint.dim_str != "...")
+
+
+def _is_exact(hint: Any) -> bool:
+    """Return whether an annotated array has integers or booleans."""
+    return all(str(dtype).startswith(EXACT) for dtype in hint.dtypes)
+
+
+def _has_numbers(dtype: np.dtype, *, exact: bool) -> bool:
+    if dtype.kind == "V":
+        return not exact or dtype.name.startswith(EXACT)
+    return dtype.kind in ("biu" if exact else ANY)
 
 
 def _words(hint: Any) -> str:
@@ -137,7 +152,7 @@ def _words(hint: Any) -> str:
 
     >>> from jaxtyping import Int
     >>> _words(int | list[str] | Int[np.ndarray, "M *E"] | None)
-    'an integer, a list, an array [M *E] or None'
+    'an integer, a list, an array [M *E] of integers or None'
     """
     hint = _resolved(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -152,18 +167,15 @@ def _words(hint: Any) -> str:
         return " or ".join(map(repr, args))
     name = (origin or hint).__name__
     if issubclass(origin or hint, AbstractArray):
-        return f"an array [{hint.dim_str}]"
+        return f"an array [{hint.dim_str}]{' of integers' * _is_exact(hint)}"
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _found(value: Any) -> str:
-    """Describe a value: None, the shape of an array of numbers, else its type."""
-    if value is None:
-        return "None"
+    """Describe a value: a number, the dtype and shape of an array, else its type."""
+    if value is None or (isinstance(value, numbers.Number) and np.ndim(value) == 0):  # type: ignore[arg-type]
+        return repr(value)
     if isinstance(value, list | tuple) and value and not hasattr(value, "_fields"):
         return f"a {type(value).__name__} of {_found(value[0])}"
-    shape = getattr(value, "shape", None)
-    kind = getattr(getattr(value, "dtype", None), "kind", "V")
-    if isinstance(shape, tuple) and kind in ANY:
-        return f"an array {list(shape)}"
-    return repr(value) if isinstance(value, numbers.Number) else type(value).__name__
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None or dtype is None else f"{dtype}{list(shape)}"

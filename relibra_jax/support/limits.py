@@ -45,12 +45,6 @@ def check_seed(name: str, value: object) -> None:
     check_integer(name, value, least=0, most=SEED_MAX)
 
 
-def check_choice(name: str, value: object) -> None:
-    """Raise ValueError unless a choice is True, False, or None if it is open."""
-    if not (value is None or isinstance(value, bool)):
-        raise ValueError(f"{name}={value!r} must be True, False or None")
-
-
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless ``value`` is above 0 and finite.
 

@@ -39,6 +39,12 @@ FAST = ("static", "eplb", "lplb", "ultraep", "moonep")
 OURS = str(Path(__file__).parents[2] / "relibra_jax")
 
 
+def is_ours(frame):
+    """Return whether a call is of a function of ours, other than a check of types, of which there are many."""
+    path = frame.f_code.co_filename
+    return path.startswith(OURS) and not path.endswith("argument_types.py")
+
+
 class Arena:
     """A run that is attacked again and again, and what its state must be at the start of every batch."""
 
@@ -169,7 +175,7 @@ def failing_call(arena, rng):
     left[0] = int(rng.integers(left[0]))
 
     def trace(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+        if event == "call" and is_ours(frame):
             left[0] -= 1
             if left[0] < 0:
                 sys.settrace(None)
@@ -199,7 +205,7 @@ def count_calls(arena, number):
     count = [0]
 
     def trace(frame, event, argument):
-        count[0] += event == "call" and frame.f_code.co_filename.startswith(OURS)
+        count[0] += event == "call" and is_ours(frame)
 
     sys.settrace(trace)
     try:

@@ -7,10 +7,8 @@ from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.support.argument_types import checks_arguments
 
 
-@checks_arguments
 @functools.cache
 def static() -> Planner:
     """Make a planner of Megatron-LM's contiguous placement: expert ``e`` has flat home slot ``e``, without copies.
