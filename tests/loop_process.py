@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"  # 2 x 2 ranks over two processes
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp

@@ -40,15 +40,21 @@ class Program:
             ends = [
                 (process.communicate(timeout=ENDS_WITHIN)[1], process.returncode) for process in processes
             ]
-        return [(error.strip().splitlines(), status) for error, status in ends]
+        # Notices, such as the exchanges that were chosen, are no errors.
+        lines = [
+            [line for line in error.strip().splitlines() if not line.startswith("relibra_jax")]
+            for error, _ in ends
+        ]
+        return [(each, status) for each, (_, status) in zip(lines, ends, strict=True)]
 
 
 class Learning(Program):
     """A run of ``experiments.run`` with the smallest policy."""
 
+    begins_with = "config.json"
+
     def command(self, folder):
-        begun = (folder / "config.json").exists()
-        return PROGRAM, "small", "--resume" if begun else "--out", folder
+        return PROGRAM, "small", "--resume" if (folder / self.begins_with).exists() else "--out", folder
 
     def result(self, folder):
         return lines_of(folder)
@@ -59,6 +65,8 @@ class Learning(Program):
 
 class Loop(Program):
     """The Flax loop of `loop_process`."""
+
+    begins_with = "checkpoints"
 
     def command(self, folder):
         return PROGRAM.with_name("loop_process.py"), folder
@@ -81,11 +89,14 @@ def attacked(program, rng, send=None, **variables):
         variables: the variables of its environment.
     """
     folder, victim = program.folder / f"attacked{rng.integers(2**31)}", int(rng.integers(program.count))
-    # Before that, Python imports modules, and prints a traceback if it is interrupted.
-    moment = rng.uniform(0.4, 1) * program.seconds
+    moment = rng.uniform(0, 1) * program.seconds
 
     def attack(processes):
-        time.sleep(moment)
+        if send != signal.SIGKILL:
+            # Before that, Python imports modules and JAX starts, which print tracebacks if they are interrupted.
+            while not (folder / program.begins_with).exists() and processes[victim].poll() is None:
+                time.sleep(0.1)
+        time.sleep(moment if send == signal.SIGKILL else moment / 2)
         processes[victim].send_signal(send)
 
     ends = program.run(folder, during=None if send is None else attack, **variables)
