@@ -41,6 +41,7 @@ collect_ignore = [
     "quick.py",
     "two_processes.py",
     "learning_process.py",
+    "loop_process.py",
     "make_hf_checkpoints.py",
     "check_hf_checkpoints.py",
     "support/tunix_runs.py",

@@ -9,8 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"  # 2 x 2 ranks over two processes
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -65,4 +63,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"  # 2 x 2 ranks over two processes
     main(Path(sys.argv[1]))

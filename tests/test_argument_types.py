@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
-from wrong_arguments import PACKAGES, public_functions
+from test_public_api import PUBLIC
+from wrong_arguments import public_functions
 
 from relibra_jax.support.argument_types import checks_arguments, fits
 
@@ -41,7 +42,7 @@ def checked_arguments(package, name):
 
 FUNCTIONS = [
     (package, name)
-    for package in PACKAGES
+    for package in PUBLIC
     for name in public_functions(package)
     if package != "pallas_kernels" and "." not in name and checked_arguments(package, name)
 ]
