@@ -228,8 +228,7 @@ def planner_run(entry: PlannerEntry, load: jax.Array, topology: Topology) -> Cal
         topology: the expert-parallel group.
     """
     state = entry.planner.init(topology, load.shape[1], key=jax.random.key(0))
-    update = jax.jit(entry.planner.update)
-    return lambda: update(load, state, topology)
+    return lambda: entry.planner.update(PlanRequest(load), state, topology)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -95,8 +95,19 @@ def test_why_rehearses_branches_pieces_and_the_profile(steps, capsys):
     (facts,) = rehearse(steps["ragged exchange"], capsys)
     assert [len(pieces) for pieces in facts["pieces"]] == [1, 8, 32, 128]
     assert {sum(pieces) for pieces in facts["pieces"]} == {61}
-    (facts,) = rehearse(steps["layer profile"], capsys)
+    parts, facts = rehearse(steps["layer of full size"], capsys)
+    assert parts["rows"] == 126, "14 rows in each of 9 slots, for 64 tokens with two experts"
     assert facts["total"] == 0, "a CPU has no kernels of a GPU"
+
+
+@pytest.mark.slow
+def test_why_rehearses_host_copies_and_planning(steps, capsys):
+    (facts,) = rehearse(steps["host copies"], capsys)
+    assert facts["bytes"] == 2 * 3 * 64 * 64 * 2
+    planned = rehearse(steps["planning"], capsys)
+    assert [(facts["device"], facts["planner"]) for facts in planned] == [
+        ("cpu", name) for name in ("eplb", "lplb", "relibra")
+    ]
 
 
 @pytest.mark.slow

@@ -25,17 +25,18 @@ class OneRank:
 
     Args:
         weights: the weights of the rank's slots, ``[S, 3, D, F]``. All of them are home slots here.
-        tokens: the largest number of token copies. Each copy is a token of its own, with one expert.
+        tokens: the number of tokens.
+        top_k: the number of experts of a token.
         implementation: the implementation of `pallas_kernels` to use.
     """
 
-    def __init__(self, weights: jax.Array, tokens: int, *, implementation: str):
+    def __init__(self, weights: jax.Array, tokens: int, *, top_k: int = 1, implementation: str):
         slots = len(weights)
-        self.tokens, self.weights, self.implementation = tokens, weights, implementation
+        self.tokens, self.top_k, self.weights, self.implementation = tokens, top_k, weights, implementation
         self.x = random_array(tokens, weights.shape[2], seed=5)
         self.topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=slots, replica_slots=0)
         full = np.zeros(slots, np.int32)
-        full[0] = tokens
+        full[0] = tokens * top_k
         self.parallel = ExpertParallel(
             mesh=expert_mesh(self.topology, devices=jax.devices()[:1]),
             topology=self.topology,
@@ -52,10 +53,14 @@ class OneRank:
         return LayerPlan(slots[None, None], slots, load, load)
 
     def expert_ids(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the expert of every token, ``[1, tokens, 1]``, in random order, with EMPTY for padding."""
-        ids = np.full(self.tokens, EMPTY, np.int32)
+        """Return the experts of every token, ``[1, tokens, top_k]``, of tokens in random order.
+
+        The experts of a token are different, if no group has more rows than there are tokens. Copies that the groups
+        leave over are EMPTY.
+        """
+        ids = np.full(self.tokens * self.top_k, EMPTY, np.int32)
         ids[: sizes.sum()] = np.repeat(np.arange(len(sizes)), sizes)
-        return np.random.default_rng(0).permutation(ids)[None, :, None]
+        return np.random.default_rng(0).permutation(ids.reshape(self.top_k, self.tokens).T)[None]
 
     def prepare(self, sizes: np.ndarray) -> Run:
         """Return the run of what is done once per batch: the tables for dispatch."""
@@ -77,7 +82,8 @@ class OneRank:
     def experts(self, sizes: np.ndarray, *, gradients: bool = False) -> Run:
         """Return the run of only the grouped MLP, on rows that are already sorted."""
         run = expert_gradients if gradients else _experts
-        return functools.partial(run, self.x, (self.weights,), jnp.asarray(sizes), self.implementation)
+        rows = jnp.resize(self.x, (self.tokens * self.top_k, self.x.shape[1]))
+        return functools.partial(run, rows, (self.weights,), jnp.asarray(sizes), self.implementation)
 
     def _arguments(self, sizes: np.ndarray) -> tuple[Any, ...]:
         ids = jnp.asarray(self.expert_ids(sizes))

@@ -118,7 +118,9 @@ def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
         Step("branches", "experiments.gpu_day.branches:measure_branches", (), 45),
         Step("stragglers", f"{ranks}:measure_stragglers", (TUNED_MODEL, folder, "mosaic"), 150, needs),
         Step("layer", f"{ranks}:measure_layer", (TUNED_MODEL, folder, "mosaic"), 150, needs),
-        Step("layer profile", f"{_PROFILE}:profile_layer", (TUNED_MODEL, folder, "mosaic"), 50, needs),
+        Step("layer of full size", f"{_PROFILE}:profile_layer", (TUNED_MODEL, folder, "mosaic"), 90, needs),
+        Step("host copies", "experiments.gpu_day.host_copies:measure_host_copies", (), 40),
+        Step("planning", "experiments.gpu_day.planning:measure_planning", (), 120),
         Step("tuning", "experiments.gpu_day.tuning:tune_model", (TUNED_MODEL, folder), 240, needs),
     )
     return {"right": right, "speed": speed, "why": why}
