@@ -116,6 +116,12 @@ def test_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
         assert f"| {model} | {rows:,} |  |  |  |  |  |\n" in output
 
 
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_page_of_gpu_results_has_the_tables_of_the_kept_records(gpu):
+    folder = Path(__file__).parents[1] / "experiments/results/kernels"
+    assert report(read_record(folder / f"{gpu}.jsonl")) in (folder / "gpu.md").read_text()
+
+
 def test_report_shows_the_last_run_of_a_step_and_no_rehearsal():
     model, rows = SPEEDS[0]
     step = f"speed of {model}, {rows} rows"

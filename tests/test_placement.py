@@ -208,7 +208,6 @@ def test_place_experts_starts_from_given_homes():
     ("change", "message"),
     [
         ({"steps": 0}, "steps=0"),
-        ({"steps": True}, "steps=True"),
         ({"load": np.ones((2, 2, 6), np.int32), "before": in_order(2, 6)}, "agree .* 8 experts"),
         ({"before": in_order(3, 8)}, "agree on layers"),
     ],

@@ -150,7 +150,6 @@ def test_replay_from_rollout_asks_for_a_start_that_decides_the_layers():
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (True, r"start must be an integer that int64 holds, or 3 of them, one for each sample, not bool\[\]"),
         (
             [0, 0],
             r"start must be an integer that int64 holds, or 3 of them, one for each sample, not int64\[2\]",

@@ -30,7 +30,9 @@ def measure_host_copies(*, rehearsal: bool = False) -> None:
 
 
 @jax.jit
-def _copy_and_multiply(experts: jax.Array | None, x: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+def _copy_and_multiply(
+    experts: jax.Array | None, x: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array | None]:
     copied = None if experts is None else jax.device_put(experts, jax.memory.Space.Device)
     product = x
     for _ in range(32 if x is not None else 0):

@@ -1,4 +1,4 @@
-"""The time of planning on a GPU: a batch of Qwen3-235B's shape, as ``python -m experiments.bench`` plans it on a CPU."""
+"""The time of planning a batch of Qwen3-235B's shape on a GPU, which ``python -m experiments.bench`` times on a CPU."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The record as Markdown tables: checks, throughput and stragglers; cells of steps that have not run are blank."""
+"""The record as Markdown tables: checks, throughput, layers and more; cells of steps that have not run are blank."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ def report(lines: Lines) -> str:
         The tables, without rehearsals. Cells without a measurement are empty.
     """
     measured = [line for line in lines if not line["rehearsal"]]
-    parts = (_machine, _checks, _speeds, _baselines, _stragglers, _layer, _exchanges)
+    parts = (_machine, _checks, _speeds, _baselines, _stragglers, _layer, _full_layer, _exchanges, _host)
     return "\n".join("\n".join([*part(measured), ""]) for part in parts).rstrip()
 
 
@@ -122,6 +122,26 @@ def _layer(lines: Lines) -> Iterator[str]:
         yield f"| {part} | {statistics.mean(each[part] for each in facts):.3f} |"
 
 
+def _full_layer(lines: Lines) -> Iterator[str]:
+    facts = _facts(lines, "layer of full size")
+    parts = next((line for line in facts if "milliseconds" in line and "tokens" in line), None)
+    yield "A layer of full size on one GPU, in the place of a rank with even routing:"
+    yield from ("", "| part | ms |", "|---|---:|")
+    for part, milliseconds in parts["milliseconds"].items() if parts else ():
+        yield f"| {part} | {milliseconds:.2f} |"
+    if parts:
+        bandwidth = parts["copied_gigabytes_per_second"]
+        yield ""
+        yield (
+            f"{parts['tokens']:,} tokens with {parts['top_k']} experts each, of width {parts['width']:,}."
+            f" A copy reads and writes {bandwidth:,.0f} GB/s. The kernels of the layer with gradients:"
+        )
+        yield from ("", "| kernel | ms |", "|---|---:|")
+    for line in facts:
+        if "kernel" in line and line["milliseconds"] >= 0.01:
+            yield f"| {line['kernel'].split(' | ')[0]} | {line['milliseconds']:.2f} |"
+
+
 def _exchanges(lines: Lines) -> Iterator[str]:
     yield "XLA's ragged exchange on one GPU, by the number of pieces of a lane:"
     yield from ("", "| pieces | GB/s |", "|---:|---:|")
@@ -134,3 +154,23 @@ def _exchanges(lines: Lines) -> Iterator[str]:
         if "products" in line:
             step, branch = line["microseconds"]["branch"], line["branch_microseconds"]
             yield f"| {line['products']} | {step:.0f} | {branch:.0f} |"
+
+
+def _host(lines: Lines) -> Iterator[str]:
+    yield "Experts copied from pinned host memory, beside products in the same program:"
+    yield from ("", "| | ms |", "|---|---:|")
+    for line in _facts(lines, "host copies"):
+        if "bytes" in line:
+            rate, size = line["gigabytes_per_second"], line["bytes"] / 1e6
+            times = line["milliseconds"]
+            yield f"| copy of {size:.0f} MB, at {rate:.0f} GB/s | {times['copy']:.2f} |"
+            yield f"| products | {times['products']:.2f} |"
+            yield f"| both | {times['both']:.2f} |"
+    yield from ("", "Planning of a batch: 94 layers, 32 micro-batches, 128 experts on 4 x 8 ranks:")
+    yield from ("", "| planner | device | ms | first call, s |", "|---|---|---:|---:|")
+    for line in _facts(lines, "planning"):
+        if "planner" in line:
+            yield (
+                f"| {line['planner']} | {line['device']} | {line['milliseconds']:.0f} |"
+                f" {line['first_seconds']:.1f} |"
+            )

@@ -30,11 +30,11 @@ class Cluster:
     """The bytes/s at which a rank reads its memory."""
     matmul_efficiency: float
     """The share of the peak that grouped and dense products reach, where an MLP with gradients counts as nine products.
-    Measured on an H200 and taken for the H100, else assumed."""
+    Measured on H100 and H200, else assumed."""
     network_efficiency: float
     """The share of the bandwidth that collectives reach (assumed)."""
     memory_efficiency: float
-    """The share of the memory bandwidth that reads reach. Measured for copies on an H200, else assumed."""
+    """The share of the memory bandwidth that reads reach. Measured on H100 and H200, else assumed."""
     tile: int
     """The rows of one tile of a grouped product. The rows of a slot cost as much as the full tiles that hold them."""
     wait_seconds: float = 0.0
@@ -50,9 +50,10 @@ class Cluster:
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
 # NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
-# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an H200, which computes
-# as an H100 does (experiments/results/kernels/gpu.md, 2026-11-26): an MLP with gradients runs at 451 to 464 TFLOP/s,
-# and a choice takes 19 to 52 microseconds.
+# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an H100 and an
+# H200 (experiments/results/kernels/gpu.md, 2026-11-26 and 2026-11-27): an MLP with gradients runs at 425 to 465 TFLOP/s
+# for 1,024 rows in a group and at 566 for 7,281, and a choice takes 19 to 52 microseconds. On the H100 copies read and
+# write 2.9 TB/s, and gathers of rows 2.4 TB/s.
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,
