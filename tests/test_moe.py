@@ -101,6 +101,7 @@ def run(
     fetch="padded",
     resident_slots=0,
     striped=False,
+    pieces=1,
 ):
     """Return the output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
@@ -112,7 +113,8 @@ def run(
         fetch=fetch,
         across_nodes=across_nodes,
         striped=striped,
-        check_rows=striped,
+        pieces=pieces,
+        check_rows=striped or pieces > 1,
     )
 
     def loss(values, ids, plan):
@@ -242,6 +244,23 @@ def test_moe_layer_deals_tokens_to_the_ranks_of_their_node(mesh, path, exchange)
     for name in ("random, across nodes", "random"):
         step = run(mesh, 2, path, True, exchange, resident_slots=1, striped=True)
         check_all(step, plans(mesh, 2, name, 1, striped=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "path", "exchange", "striped", "pieces"),
+    [
+        ("2x4", "hierarchical", "padded", True, 2),
+        pytest.param("2x4", "flat", "padded", False, 5, marks=pytest.mark.slow),
+        pytest.param("1x8", "flat", "emulated", True, 2, marks=pytest.mark.slow),
+        pytest.param("4x2", "hierarchical", "fitted", False, 3, marks=pytest.mark.long),
+        pytest.param("8x1", "hierarchical", "padded", False, 2, marks=pytest.mark.long),
+    ],
+)
+def test_moe_layer_dispatches_tokens_in_pieces(mesh, path, exchange, striped, pieces):
+    """With five pieces, and where eight ranks deal tokens, the tokens of a sequence do not divide evenly."""
+    step = run(mesh, 2, path, True, exchange, resident_slots=1, striped=striped, pieces=pieces)
+    for name in ("random, across nodes", "random"):
+        check_all(step, plans(mesh, 2, name, 1, striped=striped))
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ def test_fitted_exchange_sends_the_lanes_of_the_price(path):
     visits = node_visits(replay, BatchPlan(assignment, load, plan), TOPOLOGY)
     sizes = count_capacities(layer_plans(plan, load), TOPOLOGY, visits=visits)
     parallel = parallel_of(path, exchange="fitted", capacities=sizes)
-    dispatch = prepare_layers(
+    (dispatch,) = prepare_layers(
         routings()[..., None, :], layer_plans(plan, load), parallel
     ).token_tables.dispatch
     hops, _ = parallel.token_exchanges(TOKENS, TOP_K)
@@ -193,7 +193,7 @@ def test_check_rows_counts_rows_in_other_slots(path):
     for check_rows in (False, True):
         parallel = parallel_of(path, check_rows=check_rows)
         layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents.layer(0))
-        dispatch = layer.token_tables.dispatch
+        (dispatch,) = layer.token_tables.dispatch
         flat = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
         arrival = np.array(flat.hop.arrival)
         sizes, rank = np.asarray(flat.group_sizes), (0, 0)
@@ -201,7 +201,7 @@ def test_check_rows_counts_rows_in_other_slots(path):
         arrival[rank][[first, second]] = arrival[rank][[second, first]]
         flat = flat._replace(hop=flat.hop._replace(arrival=jnp.asarray(arrival)))
         dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
-        wrong = layer._replace(token_tables=layer.token_tables._replace(dispatch=dispatch))
+        wrong = layer._replace(token_tables=layer.token_tables._replace(dispatch=(dispatch,)))
         actual = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
         assert np.isnan(actual.output).any() == check_rows
         as_planned = (np.asarray(actual.slot_rows) == plan.quota[0, 0]).all()
@@ -214,7 +214,7 @@ def test_expert_parallel_path_follows_from_nodes_and_counts():
     assert parallel.is_hierarchical(TOP_K)
     assert not parallel.is_hierarchical(1)
     layer = prepare(routings()[0], of_layer.layer(0).layer(0), parallel=parallel)
-    assert isinstance(layer.token_tables.dispatch, NodeDispatch)
+    assert isinstance(layer.token_tables.dispatch[0], NodeDispatch)
     uncounted = dataclasses.replace(parallel, capacities=count_capacities(of_layer, TOPOLOGY))
     assert not uncounted.is_hierarchical(TOP_K)
     one_node = topology_of("1x8", 0)
@@ -223,7 +223,7 @@ def test_expert_parallel_path_follows_from_nodes_and_counts():
     home = LayerPlan(home_layout(jnp.arange(EXPERTS), one_node), jnp.arange(EXPERTS), None, None)
     home = home._replace(quota=jnp.zeros_like(home.slot_expert))
     shapes = jax.eval_shape(functools.partial(prepare_layer, parallel=alone), routings()[0], home)
-    assert isinstance(shapes.token_tables.dispatch, Dispatch)
+    assert isinstance(shapes.token_tables.dispatch[0], Dispatch)
 
 
 def test_expert_parallel_prints_its_choices_once(capsys):

@@ -298,12 +298,20 @@ class Price:
     striped: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node deal their tokens to each other before dispatch. The load of a plan then says which
     rank dispatches a token copy (`relibra_jax.routing.striping`)."""
+    pieces: int = field(default=1, metadata={"static": True})
+    """The number of pieces into which layers split tokens, so that one travels while the experts of another run
+    (`relibra_jax.routing.pieces`)."""
     shared_link: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
     data_parallel: int = field(default=1, metadata={"static": True})
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
+
+    @property
+    def pieces_at_once(self) -> int:
+        """The number of pieces that are under way at the same time: 1 if exchanges have nothing beside them."""
+        return 1 if self.exchange == "fitted" else self.pieces
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology, check_shape
 from relibra_jax.cost.copies import push_time, reorder_time
-from relibra_jax.cost.step_time import LayerTime, attention_time, layer_time, rank_time
+from relibra_jax.cost.step_time import LayerTime, attention_time, exposed_exchange, layer_time, rank_time
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -118,7 +118,9 @@ def batch_time(
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)
     micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
     rest = layers * (cost.head * positions * micro_batches + cost.update)
-    return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, jnp.asarray(rest))
+    return _slowest_copy(
+        layer_time(ranks, pieces=cost.pieces_at_once), cost.data_parallel, push, reorder, jnp.asarray(rest)
+    )
 
 
 @checks_arguments
@@ -135,8 +137,8 @@ def balanced_time(
 ) -> BatchTime:
     """Model the time of a balanced run, which no real plan has: all ranks have equally much of everything.
 
-    All lanes of the exchange are even, so nothing is padded, but hops run one after the other as in `batch_time`. There
-    are no replicas, no residents and no reorder. Padded sequences are as long as in `batch_time`.
+    All lanes of the exchange are even, so nothing is padded, but hops and pieces run as in `batch_time`. There are no
+    replicas, no residents and no reorder. Padded sequences are as long as in `batch_time`.
 
     Args:
         load: token copies. Only the sum of each layer and micro-batch is used.
@@ -178,14 +180,17 @@ def balanced_time(
         near = copies * (1 - 1 / local)
         held = 2 * away + arrived + 2 * near + copies
         hops = (nodes > 1) + (local > 1)
-        exchange = cost.crossing * away + cost.spread * near + cost.wait * hops
+        between, inside, wait = cost.crossing * away, cost.spread * near, cost.wait * hops
     else:
         near = copies * (local - 1) / ranks
         held = 2 * (copies - copies / ranks) + copies
-        exchange = jnp.maximum(cost.crossing * away, cost.spread * near) + cost.wait * (ranks > 1)
+        between = jnp.maximum(cost.crossing * away, cost.spread * near)
+        inside, wait = jnp.zeros_like(between), cost.wait * (ranks > 1)
+    compute = cost.copy * copies
+    exchange = exposed_exchange(between, inside, compute, cost.pieces_at_once) + cost.pieces * wait
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
-        compute=cost.copy * copies,
+        compute=compute,
         exchange=exchange,
         gather=cost.gather * held,
         exposed=jnp.zeros_like(copies),

@@ -96,6 +96,9 @@ class CostModel:
     striped: bool | None = None
     """Whether the ranks of a node deal their tokens to each other before dispatch: `relibra_jax.routing.striping`. A
     `relibra_jax.nnx.Balancer` replaces None by its choice. Elsewhere None is False, as it is for layers."""
+    pieces: int = 1
+    """The number of pieces into which layers split the tokens of a rank, so that one travels while the experts of
+    another run: `relibra_jax.routing.pieces`."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -121,7 +124,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("scale", "stretch"):
             check_positive(name, getattr(self, name))
-        for name in ("data_parallel", "shards"):
+        for name in ("data_parallel", "shards", "pieces"):
             check_integer(name, getattr(self, name), least=1)
         if self.compute_bytes is not None:
             check_integer("compute_bytes", self.compute_bytes, least=1)
@@ -229,6 +232,7 @@ class CostModel:
             fetches=run.fetch,
             sequences=run.sequences,
             striped=bool(run.striped),
+            pieces=self.pieces,
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,

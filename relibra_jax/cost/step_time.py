@@ -8,7 +8,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
                hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
-               Each hop also costs ``wait``, and with a fitted exchange ``choice``
+               Each hop also costs ``wait``, and with a fitted exchange ``choice``. With several pieces of tokens, what
+               is beside the work of another piece does not count (`exposed_exchange`)
     stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
                before dispatch
     gather     rows of the exchange's buffers x ``gather``
@@ -66,7 +67,8 @@ class LayerTime(NamedTuple):
     compute: Float[Array, "M L"]
     """The routed experts."""
     exchange: Float[Array, "M L"]
-    """Dispatch and combine, with the dealing of tokens of striped layers."""
+    """Dispatch and combine, with the dealing of tokens of striped layers. With several pieces, without what is beside
+    experts."""
     gather: Float[Array, "M L"]
     """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "M L"]
@@ -183,18 +185,19 @@ def hop_times(
         topology: the expert-parallel group.
         cost: the price.
     """
-    fixed = cost.wait + (cost.choice if cost.exchange == "fitted" else 0.0)
+    fixed = cost.pieces * (cost.wait + (cost.choice if cost.exchange == "fitted" else 0.0))
     between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
     inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
     return jnp.asarray(between), jnp.asarray(inside)
 
 
 @checks_arguments
-def layer_time(time: RankTime) -> LayerTime:
+def layer_time(time: RankTime, *, pieces: int = 1) -> LayerTime:
     """Compute the time of layers from that of ranks; every phase waits for its slowest rank.
 
     Args:
         time: the time of every rank.
+        pieces: the number of pieces of tokens that are under way at the same time.
 
     >>> one = jnp.array([[[[1.0, 2.0]]]])
     >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one)).exposed.tolist()
@@ -204,4 +207,40 @@ def layer_time(time: RankTime) -> LayerTime:
         part.max((-2, -1)) for part in time
     )
     exposed = jnp.maximum(fetch - attention, 0) + meeting
-    return LayerTime(attention, compute, between + inside + stripe, gather, exposed)
+    exchange = exposed_exchange(between, inside, compute, pieces)
+    return LayerTime(attention, compute, exchange + stripe, gather, exposed)
+
+
+def exposed_exchange(
+    between: Float[Array, "*stack"],
+    inside: Float[Array, "*stack"],
+    compute: Float[Array, "*stack"],
+    pieces: int,
+) -> Float[jax.Array, "*stack"]:
+    """Return the seconds of dispatch and combine in which no experts run, if tokens travel in equal pieces.
+
+    All pieces cross first. A piece spreads when the experts of the last have run; its way back is beside the experts of
+    the next. Each network carries one piece at a time. The passes of a batch are taken together.
+
+    Args:
+        between: the seconds of dispatch and combine between nodes, of all pieces together.
+        inside: the same inside nodes.
+        compute: the seconds of the experts.
+        pieces: the number of pieces. With one, nothing is beside experts.
+
+    >>> [float(exposed_exchange(jnp.array(4.0), jnp.array(0.0), jnp.array(4.0), pieces)) for pieces in (1, 2, 4)]
+    [4.0, 2.0, 1.0]
+    """
+    if pieces == 1:
+        return jnp.asarray(between + inside)
+    cross, spread, experts = (jnp.asarray(part) / pieces for part in (between / 2, inside / 2, compute))
+    spread_ends, computed, end = [], [], jnp.zeros_like(experts)
+    for piece in range(pieces):
+        spread_ends.append(jnp.maximum(cross * (piece + 1), end) + spread)
+        end = spread_ends[-1] + experts
+        computed.append(end)
+    inside_free, between_free = jnp.zeros_like(end), cross * pieces
+    for ready, spread_end in zip(computed, [*spread_ends[1:], inside_free], strict=True):
+        inside_free = jnp.maximum(jnp.maximum(ready, spread_end), inside_free) + spread
+        between_free = jnp.maximum(inside_free, between_free) + cross
+    return between_free - compute

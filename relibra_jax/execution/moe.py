@@ -37,7 +37,7 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables
 from relibra_jax.execution.replicas import LayerExperts
-from relibra_jax.execution.stripes import stripe, unstripe
+from relibra_jax.execution.token_pieces import join_tokens, split_tokens
 from relibra_jax.routing.segments import segment_of_row, starts
 from relibra_jax.support.argument_types import checks_arguments
 
@@ -149,54 +149,70 @@ def _slots(topology: Topology) -> tuple[int, int, int]:
     return topology.home_slots, topology.resident_slots, topology.replica_slots
 
 
-def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
-    """Return the tables of the last hop, which ends in the slots."""
-    return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
-
-
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, expert_mlp: ExpertMlp):
     """Run the whole layer on one rank, on ``x[b, T, D]`` and ``gates[b, T, K]``; return ``[b * T, D]``."""
-    dispatch, valid = tables.dispatch, tables.valid
-    flat, (sequences, positions, top_k), local = (
-        _flat(dispatch),
-        gates.shape,
-        parallel.topology.ranks_per_node,
-    )
+    valid, (sequences, positions, _) = tables.valid, gates.shape
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
-    striped = parallel.is_striped
     with jax.named_scope("dispatch"):
-        tokens, scales = (
-            stripe(each, local) if striped else each.reshape(-1, each.shape[-1]) for each in (tokens, scales)
-        )
-        exchanges = parallel.token_exchanges(*scales.shape)[0]
-        if isinstance(dispatch, NodeDispatch):
-            tokens, scales = cross((tokens, scales), dispatch, exchanges[0])
-        rows, scale = send_tokens(tokens, scales, flat, exchanges[-1])
-    with jax.named_scope("experts"):
-        group_sizes, row_scale = jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
-        computed = expert_mlp(rows, weights, group_sizes, row_scale, implementation=parallel.implementation)
-    out = combine(computed, flat, exchanges[-1])
-    if isinstance(dispatch, NodeDispatch):
-        out = cross_back(out, dispatch, exchanges[0])
-    if striped:
-        with jax.named_scope("combine"):
-            out = unstripe(out, local, sequences, positions)
-    out, slot_rows = out * one_or_nan(valid, out), flat.group_sizes
+        parts = tuple(zip(*(split_tokens(each, parallel) for each in (tokens, scales)), strict=True))
+        exchanges = parallel.token_exchanges(*parts[0][1].shape)[0]
+        arrived = [
+            _cross(part, dispatch, exchanges) for part, dispatch in zip(parts, tables.dispatch, strict=True)
+        ]
+    computed: list[jax.Array] = []
+    for values, dispatch in zip(arrived, map(_inside, tables.dispatch), strict=True):
+        with jax.named_scope("dispatch"):
+            if computed:
+                # The next piece spreads after the experts of the last have run, and may cross beside them.
+                values, computed[-1] = jax.lax.optimization_barrier((values, computed[-1]))
+            rows, scale = send_tokens(*values, dispatch, exchanges[-1])
+        with jax.named_scope("experts"):
+            group_sizes = jnp.where(valid, dispatch.group_sizes, 1)
+            row_scale = scale * one_or_nan(valid, scale)
+            computed.append(
+                expert_mlp(rows, weights, group_sizes, row_scale, implementation=parallel.implementation)
+            )
+    results = [
+        _collect(rows, dispatch, exchanges) for rows, dispatch in zip(computed, tables.dispatch, strict=True)
+    ]
+    with jax.named_scope("combine"):
+        out = join_tokens(results, parallel, sequences, positions)
+    out = out * one_or_nan(valid, out)
+    slot_rows = sum(_inside(dispatch).group_sizes for dispatch in tables.dispatch)
     if tables.check is not None:
-        own_ids = tables.expert_ids.astype(jnp.int32).reshape(sequences, positions, top_k)
-        ids = stripe(own_ids, local, padding=EMPTY) if striped else own_ids.reshape(-1, top_k)
-        slot_rows = _count_rows(ids, tables, tables.check.slot_expert, exchanges)
+        own_ids = tables.expert_ids.astype(jnp.int32).reshape(gates.shape)
+        slot_rows = sum(
+            _count_rows(ids, dispatch, tables.check.slot_expert, exchanges)
+            for ids, dispatch in zip(
+                split_tokens(own_ids, parallel, padding=EMPTY), tables.dispatch, strict=True
+            )
+        )
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
 
 
-def _count_rows(ids, tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):
+def _inside(dispatch: Dispatch | NodeDispatch) -> Dispatch:
+    """Return the tables of the last hop, which ends in the slots."""
+    return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+
+
+def _cross(values: tuple[jax.Array, ...], dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
+    """Run the hop between nodes, if there is one."""
+    return cross(values, dispatch, exchanges[0]) if isinstance(dispatch, NodeDispatch) else values
+
+
+def _collect(computed: jax.Array, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
+    """Bring computed rows back and sum those of each token."""
+    out = combine(computed, _inside(dispatch), exchanges[-1])
+    return cross_back(out, dispatch, exchanges[0]) if isinstance(dispatch, NodeDispatch) else out
+
+
+def _count_rows(ids, dispatch: Dispatch | NodeDispatch, slot_expert, exchanges: tuple[Exchange, ...]):
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
-    number, flat = ids + 1, _flat(tables.dispatch)
-    if isinstance(tables.dispatch, NodeDispatch):
-        (number,) = cross((number,), tables.dispatch, exchanges[0])
+    (number,) = _cross((ids + 1,), dispatch, exchanges)
+    flat = _inside(dispatch)
     number = send_copies(number, flat, exchanges[-1])
     slot, _ = segment_of_row(len(number), starts(flat.group_sizes), flat.group_sizes)
     arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)

@@ -30,6 +30,7 @@ from relibra_jax.routing.exchange_rules import (
 )
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import check_integer
 
 
 class Kinds(NamedTuple):
@@ -81,6 +82,10 @@ class ExpertParallel:
     `relibra_jax.routing.striping`. The plan's load must then be the striped one. A `relibra_jax.nnx.Balancer`, which
     sees to that, replaces None: by the rule of `relibra_jax.routing.exchange_rules.choose_striping`, unless its first
     batch would take longer so. Layers themselves take None for False."""
+    pieces: int = 1
+    """The number of pieces into which a layer splits the tokens of a rank (`relibra_jax.routing.pieces`). One piece
+    travels while the experts of another run, where XLA puts exchanges beside computation. A fitted exchange has
+    nothing beside it."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
@@ -100,6 +105,7 @@ class ExpertParallel:
         if self.data_axes is None:
             others = tuple(axis for axis in self.mesh.axis_names if axis not in RANKS)
             object.__setattr__(self, "data_axes", others)
+        check_integer("pieces", self.pieces, least=1)
         for axis in self.data_axes:
             if axis in RANKS or axis not in self.mesh.shape:
                 raise ValueError(
@@ -170,6 +176,11 @@ class ExpertParallel:
         """Whether the ranks of a node deal tokens to each other before dispatch."""
         return bool(self.striped) and self.topology.ranks_per_node > 1
 
+    @property
+    def aligned_positions(self) -> int:
+        """The number of positions of which sequences have a multiple, so that all ranks dispatch equal pieces."""
+        return self.pieces * (self.topology.ranks_per_node if self.is_striped else 1)
+
     @checks_arguments
     def with_striping(self, top_k: int) -> "ExpertParallel":
         """Return these settings with ``striped`` chosen for tokens with ``top_k`` experts, if it is None."""
@@ -207,7 +218,7 @@ class ExpertParallel:
         """Return the exchanges of tokens, one for each hop, and the number of rows that a rank computes.
 
         Args:
-            num_tokens: the number of tokens that one rank dispatches.
+            num_tokens: the number of tokens of one piece that one rank dispatches.
             top_k: K, the number of experts of a token.
         """
         sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)

@@ -27,7 +27,7 @@ from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
 from relibra_jax.execution.residents import Residents
-from relibra_jax.execution.stripes import stripe
+from relibra_jax.execution.token_pieces import split_tokens
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota
 from relibra_jax.support.argument_types import checks_arguments
@@ -48,8 +48,8 @@ class TokenTables(NamedTuple):
     expert_ids: Int[jax.Array, "*stack t K"]
     """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY. A layer that gets different
     ids returns NaN."""
-    dispatch: Dispatch | NodeDispatch
-    """The dispatch tables, flat or hierarchical."""
+    dispatch: tuple[Dispatch | NodeDispatch, ...]
+    """The dispatch tables of each piece, flat or hierarchical."""
     valid: Bool[jax.Array, "*stack"]
     """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a
     group."""
@@ -170,39 +170,54 @@ def _prepare_on_rank(
     own_ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
 ) -> tuple[FetchTables | None, TokenTables]:
     """Return the tables of one rank, from ``own_ids[b, T, K]`` and the plan of its group."""
-    topology, ids = parallel.topology, own_ids.reshape(-1, own_ids.shape[-1])
-    if parallel.is_striped:
-        ids = stripe(own_ids, topology.ranks_per_node, padding=EMPTY)
-    node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
-    rank_load = _histogram(ids, topology.num_experts)
+    topology = parallel.topology
+    pieces = split_tokens(own_ids, parallel, padding=EMPTY)
+    rank = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
+    loads = jnp.stack([_histogram(ids, topology.num_experts) for ids in pieces])
     if plan.load is None:
-        load = jax.lax.all_gather(rank_load, RANKS).reshape(*parallel.ranks, -1)
-        plan = refit_quota(plan, load, topology)
+        plan = refit_quota(plan, _loads_of_ranks(loads.sum(0), parallel), topology)
     assert plan.load is not None
     plan_valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
-    # With an invalid plan no row moves.
-    sent = jnp.where(plan_valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
-    slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
-    hops, rows = parallel.token_exchanges(*ids.shape)
-    dispatch: Dispatch | NodeDispatch
-    if len(hops) == 1:
-        slots = slot_expert.reshape(topology.num_ranks, -1)
-        sent = sent.reshape(topology.num_ranks, *slots.shape)
-        dispatch, fits = make_dispatch(ids, slots, sent, *hops, rows=rows)
-    else:
-        across_nodes = parallel.across_nodes or topology.resident_slots > 0
-        slot = copy_slots(ids, slot_expert, sent[node, local], topology, node, across_nodes=across_nodes)
-        dispatch, fits = make_node_dispatch(slot, sent, *hops, rows=rows)
+    parts = [plan]
+    if parallel.pieces > 1:
+        by_piece = jnp.moveaxis(_loads_of_ranks(loads, parallel), 2, 0)
+        parts = [refit_quota(plan, load, topology) for load in by_piece]
+    prepared = (_dispatch_on_rank(*each, plan_valid, parallel) for each in zip(pieces, parts, strict=True))
+    dispatch, fits = zip(*prepared, strict=True)
     fetch = _fetch_on_rank(plan, parallel) if topology.replica_slots else None
-    valid = plan_valid & fits & (rank_load == plan.load[node, local]).all()
-    valid &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
+    valid = plan_valid & jnp.stack(fits).all() & (loads.sum(0) == plan.load[rank]).all()
+    valid &= ((own_ids >= EMPTY) & (own_ids < topology.num_experts)).all()
     valid = jax.lax.pmin(valid.astype(jnp.int32), RANKS) > 0
     check = None
     if parallel.check_rows:
-        quota = jnp.asarray(plan.quota, jnp.int32)
-        check = RowCheck(slot_expert[node, local], quota[node, local])
+        quota = sum(jnp.asarray(part.quota, jnp.int32) for part in parts)
+        check = RowCheck(jnp.asarray(plan.slot_expert, jnp.int32)[rank], quota[rank])
     own_ids = own_ids.reshape(-1, own_ids.shape[-1]).astype(_signed_dtype(topology.num_experts))
     return fetch, TokenTables(own_ids, dispatch, valid, check)
+
+
+def _dispatch_on_rank(
+    ids: Int[jax.Array, "t K"], plan: LayerPlan, valid: Bool[jax.Array, ""], parallel: ExpertParallel
+) -> tuple[Dispatch | NodeDispatch, Bool[jax.Array, ""]]:
+    """Return the tables of one piece of a rank's tokens, and whether the buffers are large enough."""
+    topology, node = parallel.topology, jax.lax.axis_index(NODE)
+    slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
+    # With an invalid plan no row moves.
+    sent = jnp.where(valid, source_quota(plan, topology), 0)
+    hops, rows = parallel.token_exchanges(*ids.shape)
+    if len(hops) == 1:
+        slots = slot_expert.reshape(topology.num_ranks, -1)
+        return make_dispatch(ids, slots, sent.reshape(topology.num_ranks, *slots.shape), *hops, rows=rows)
+    sent = sent.reshape(*parallel.ranks, *sent.shape[1:])
+    across_nodes = parallel.across_nodes or topology.resident_slots > 0
+    own = sent[node, jax.lax.axis_index(LOCAL)]
+    slot = copy_slots(ids, slot_expert, own, topology, node, across_nodes=across_nodes)
+    return make_node_dispatch(slot, sent, *hops, rows=rows)
+
+
+def _loads_of_ranks(load: Int[jax.Array, "*rest"], parallel: ExpertParallel) -> Int[jax.Array, "N G *rest"]:
+    """Return the loads of all ranks of the group."""
+    return jax.lax.all_gather(load, RANKS).reshape(*parallel.ranks, *load.shape)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

@@ -9,23 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Shaped
 
 from relibra_jax.execution.mesh import LOCAL
-from relibra_jax.routing.striping import pad_positions
 
 
-def stripe(
-    tokens: Shaped[jax.Array, "b T d"], local: int, *, padding: int = 0
-) -> Shaped[jax.Array, "dealt d"]:
+def stripe(tokens: Shaped[jax.Array, "b T d"], local: int) -> Shaped[jax.Array, "dealt d"]:
     """Deal the tokens of this rank's sequences to the ranks of its node.
 
     Args:
-        tokens: the values of the tokens.
+        tokens: the values of the tokens, of which a sequence has a multiple of G.
         local: G, the number of ranks of a node.
-        padding: the value that fills sequences up to a multiple of G positions.
 
     Returns:
-        The values of the tokens that this rank dispatches, ``b * ceil(T / G) * G`` of them.
+        The values of the tokens that this rank dispatches, as many as it holds.
     """
-    tokens = pad_positions(tokens, local, axis=1, padding=padding)
     sequences, positions, width = tokens.shape
     parts = jnp.moveaxis(tokens.reshape(sequences, -1, local, width), 2, 0)
     return jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True).reshape(sequences * positions, width)
@@ -40,7 +35,7 @@ def unstripe(
         values: a value for each token that this rank dispatches.
         local: G, the number of ranks of a node.
         sequences: b, the number of sequences of this rank.
-        positions: T, the number of positions of a sequence.
+        positions: T, the number of positions of a sequence, a multiple of G.
 
     Returns:
         The values of this rank's own tokens, ``[b * T, d]``.
@@ -48,4 +43,4 @@ def unstripe(
     width = values.shape[-1]
     parts = values.reshape(local, sequences, -1, width)
     own = jnp.moveaxis(jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True), 0, 2)
-    return own.reshape(sequences, -1, width)[:, :positions].reshape(-1, width)
+    return own.reshape(sequences * positions, width)

@@ -602,7 +602,7 @@ class Balancer:
                 plan.assignment,
                 lengths,
                 shape=self._sequence_shapes.get(shape),
-                align=parallel.topology.ranks_per_node if parallel.is_striped else 1,
+                align=parallel.aligned_positions,
             )
             self._sequence_shapes[shape] = layout.shape
         sequences = batch_sequences(

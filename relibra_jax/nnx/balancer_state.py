@@ -7,7 +7,6 @@ buffers of an update.
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.exchange_rules import Way
+from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import (
     Capacities,
@@ -151,17 +151,20 @@ def count_sizes(
         capacities: the buffer sizes of earlier batches by stage shape.
         parallel: the mesh, topology and exchanges with which layers execute the plans.
     """
-    begin = time.perf_counter()
-    visits: list[Int[np.ndarray, "M L P N"] | None] = [None] * len(plans)
-    if parallel.is_hierarchical(replay.expert_ids.shape[-1]):
-        count = functools.partial(node_visits, striped=parallel.is_striped)
+    begin, topology = time.perf_counter(), parallel.topology
+    crosses, how = parallel.is_hierarchical(replay.expert_ids.shape[-1]), {"striped": parallel.is_striped}
+    grown, visits = dict(capacities), []
+    for plan in plans:
+        shape, of_pieces = stage_shape(plan, parallel), []
+        sizes = grown.get(shape, first_sizes(parallel))
         with on_host():
-            visits = [np.asarray(count(replay, plan, parallel.topology)) for plan in plans]
-    grown = dict(capacities)
-    for plan, stage_visits in zip(plans, visits, strict=True):
-        shape = stage_shape(plan, parallel)
-        need = count_capacities(plan.layer_plans(), parallel.topology, visits=stage_visits)
-        grown[shape] = _grow(grown.get(shape, first_sizes(parallel)), need)
+            pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
+            for part, part_plan in pieces:
+                visited = np.asarray(node_visits(part, part_plan, topology, **how)) if crosses else None
+                sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))
+                of_pieces.append(visited)
+        grown[shape] = sizes
+        visits.append(sum(of_pieces) if crosses else None)
     return BufferSizes(visits, grown, time.perf_counter() - begin)
 
 

@@ -146,12 +146,13 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "exchange": priced_kind(kinds.exchange),
         "fetch": priced_kind(kinds.fetch),
         "striped": kinds.striped,
+        "pieces": parallel.pieces,
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
-    # A single group is the default, which a caller need not have thought of.
-    anything = {"data_parallel": 1, "striped": None}
+    # A single group and piece are the defaults, which a caller need not have thought of.
+    anything = {"data_parallel": 1, "pieces": 1, "striped": None}
     for name, value in runs.items():
         fixed = getattr(cost, name)
         if name == "striped" and parallel.topology.ranks_per_node == 1:

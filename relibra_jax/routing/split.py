@@ -126,8 +126,10 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     until = jnp.cumsum(share, dtype=jnp.int32)
     until = until - (until - share)[first]
     total = jnp.append(total, 0)[slot_expert]
-    end = jnp.where(until == whole, total, jnp.floor(total * (until / whole)).astype(jnp.int32))
-    end = jnp.minimum(end, total)
+    # A float is a few copies off and differs between devices. What it leaves of the product is exact, because it is
+    # small, though both products may wrap around.
+    end = jnp.floor(total * (until / whole)).astype(jnp.int32)
+    end = end + (total * until - end * whole) // whole
     begin = jnp.where(jnp.arange(slot_expert.size) == first, 0, jnp.roll(end, 1))
     quota = jnp.zeros_like(end).at[slots].set(end - begin, unique_indices=True)
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
