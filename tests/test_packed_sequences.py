@@ -39,10 +39,12 @@ def mesh():
 
 
 @functools.cache
-def prepared(pack_sequences):
+def prepared(pack_sequences, pieces=1):
     model = make_model(CONFIG, TOPOLOGY, mesh=mesh(), key=jax.random.key(0))
     options = {"num_layers": 2, "num_micro_batches": MICRO_BATCHES, "key": jax.random.key(1)}
-    parallel = ExpertParallel(mesh=mesh(), topology=TOPOLOGY, check_rows=True, striped=pack_sequences)
+    parallel = ExpertParallel(
+        mesh=mesh(), topology=TOPOLOGY, check_rows=True, striped=pack_sequences, pieces=pieces
+    )
     sequences = "packed" if pack_sequences else "padded"
     balancer = Balancer(relibra(), parallel, sequences=sequences, **options)
     return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
@@ -60,8 +62,8 @@ def step(model, batch, sequences):
 
 
 @functools.cache
-def result(pack_sequences):
-    model, batch, _ = prepared(pack_sequences)
+def result(pack_sequences, pieces=1):
+    model, batch, _ = prepared(pack_sequences, pieces)
     sequences = batch.to_ranks((TOKENS, MASK, IDS, WEIGHT, OF_SAMPLE))
     gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (sequences, batch.packing))
     check_executed(slot_rows, batch)

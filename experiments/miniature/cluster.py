@@ -44,9 +44,11 @@ class Miniature:
     """The same for the other ranks of its node."""
     core: float = 0.24
     """The share of a core that each rank's process has."""
+    threads: int = 1
+    """The number of threads on which a rank's process computes and exchanges."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks"):
+        for name in ("nodes", "ranks", "threads"):
             if not 1 <= getattr(self, name) <= 250:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 to 250")
         for name in ("slow", "fast"):
@@ -86,13 +88,13 @@ class Miniature:
         return "\n".join(["127.0.0.1 localhost", *names, ""])
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables with which a rank's process finds the others, and runs on one thread."""
+        """Return the variables with which a rank's process finds the others, and the number of its threads."""
         return {
             "JAX_COORDINATOR_ADDRESS": f"{self.address(0)}:{PORT}",
             "JAX_NUM_PROCESSES": str(self.size),
             "JAX_PROCESS_ID": str(rank),
             "JAX_PLATFORMS": "cpu",
-            "NPROC": "1",
+            "NPROC": str(self.threads),
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         }
 

@@ -41,6 +41,8 @@ class Compare:
     """The number of ranks of a node."""
     core: float = 0.24
     """The share of a core of each rank."""
+    threads: int = 1
+    """The number of threads of each rank. With one, nothing runs beside an exchange; fitted exchanges need one."""
     slow: str | None = None
     """The rate of the slow network, if it should not have the twin's ratio."""
     fast: str | None = None
@@ -57,7 +59,7 @@ class Compare:
     """The path of tokens: auto, flat or hierarchical."""
     exchanges: tuple[str, ...] = (AUTO,)
     """The exchanges of tokens, each of which all contenders run: auto first, then padded, fitted, emulated, or one of
-    them as in "fitted, not striped"."""
+    them as in "fitted, not striped" or "padded, 2 pieces"."""
     contenders: tuple[str, ...] = ()
     """The names of the runs to compare with the forced balanced run. Without any, all are compared except the expert
     layers of MaxText and Tunix (`experiments.miniature.peers`)."""
@@ -105,7 +107,9 @@ def compare(options: Compare) -> int:
         profile=options.profile,
         out=str(options.out / "rates.json"),
     )
-    miniature = Miniature(nodes=options.nodes, ranks=options.ranks, core=options.core, **NOMINAL)
+    miniature = Miniature(
+        nodes=options.nodes, ranks=options.ranks, core=options.core, threads=options.threads, **NOMINAL
+    )
     if status := _run(miniature, settings):
         return status
     rates = json.loads((options.out / "rates.json").read_text())["rates"]

@@ -40,6 +40,8 @@ class Contender(NamedTuple):
     """The kind of token exchange."""
     striped: bool | None = None
     """Whether the ranks of a node deal tokens to each other before dispatch; None for the balancer's rule."""
+    pieces: int = 1
+    """The number of pieces in which layers dispatch tokens."""
     peer: str | None = None
     """The expert layer of another project, a name of `experiments.miniature.peers.PEERS`; None for `MoELayer`."""
 
@@ -48,6 +50,7 @@ EXCHANGES: Final[dict[str, dict[str, Any]]] = {
     AUTO: {},
     **{kind: {"exchange": kind} for kind in KINDS},
     **{f"{kind}, not striped": {"exchange": kind, "striped": False} for kind in KINDS},
+    **{f"{kind}, 2 pieces": {"exchange": kind, "pieces": 2} for kind in KINDS},
 }
 """The exchanges of tokens that a run can have, by name: settings of `Contender`."""
 
@@ -187,6 +190,7 @@ class Run:
             path=path,
             exchange=contender.exchange,
             striped=contender.striped,
+            pieces=contender.pieces,
             across_nodes=entry.across_nodes,
         )
         self.model, self.optimizer = make_policy(sizes, topology)

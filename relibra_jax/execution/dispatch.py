@@ -13,7 +13,8 @@ do not sort, because the counts alone determine the rows of their buffers.
 Everything here runs on one rank, inside shard_map.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,48 +55,67 @@ class NodeDispatch(NamedTuple):
     """The tables for the copies of arrived tokens inside the node."""
 
 
-def send_tokens(
-    x: Float[jax.Array, "t *D"], gates: Float[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
-) -> tuple[Float[jax.Array, "rows *D"], Float[jax.Array, " rows"]]:
-    """Send tokens and gates to experts; return one row and one gate for every copy that this rank computes, by slot."""
-    routes = _token_route(tables), _copy_route(tables)
-    row, gate = deliver(exchange, (x, gates.ravel()), routes, tables.hop)
-    return row, gate
+class Travelling(NamedTuple):
+    """The values that travel through a layer: of the tokens of a rank, or of the rows that it computes.
 
-
-def send_copies(
-    values: Num[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
-) -> Num[jax.Array, " rows"]:
-    """Send one value per token copy, and return the values in the row order of `send_tokens`."""
-    (rows,) = deliver(exchange, (values.ravel(),), (_copy_route(tables),), tables.hop)
-    return rows
-
-
-def combine(
-    computed: Float[jax.Array, "rows D"], tables: Dispatch, exchange: Exchange
-) -> Float[jax.Array, "t D"]:
-    """Send computed copies back to the ranks of their tokens, and sum them per token: the reverse of `send_tokens`."""
-    with jax.named_scope("combine"):
-        (sums,) = collect(exchange, (computed,), (_token_route(tables),), tables.hop)
-        return sums
-
-
-def cross(values: tuple[jax.Array, ...], tables: NodeDispatch, between: Exchange) -> tuple[jax.Array, ...]:
-    """Run the first hop: send the values ``[t, ...]`` of each token once to every node that serves it.
-
-    Returns:
-        The values of the tokens that this rank serves as a stop, ``[arrived, ...]``, by node; then zeros.
+    Values that do not travel are None.
     """
-    return deliver(between, values, (Route(tables.token, tables.place),) * len(values), tables.hop)
+
+    token: Float[jax.Array, "t *D"] | None
+    """The values of each token; in rows, of the token of each row."""
+    copy: Num[jax.Array, "t K"] | Num[jax.Array, " rows"] | None
+    """A value for each token copy; in rows, for each row."""
 
 
-def cross_back(
-    sums: Float[jax.Array, "arrived D"], tables: NodeDispatch, between: Exchange
-) -> Float[jax.Array, "t D"]:
-    """Run the last hop: send every node's sum for a token back to the token's rank, and add the sums."""
-    with jax.named_scope("combine"):
-        (out,) = collect(between, (sums,), (Route(tables.token, tables.place),), tables.hop)
-        return out
+def send_tokens(
+    values: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
+) -> Travelling:
+    """Send the values of tokens to experts, and return those of every row that this rank computes, by slot.
+
+    Args:
+        values: the values of this rank's tokens.
+        dispatch: the tables.
+        exchanges: the exchange of each hop.
+    """
+    if isinstance(dispatch, NodeDispatch):
+        route = Route(dispatch.token, dispatch.place)
+        values = _hop(deliver, exchanges[0], values, Travelling(route, route), dispatch.hop)
+        dispatch = dispatch.inside
+    if values.copy is not None:
+        values = values._replace(copy=values.copy.ravel())
+    return _hop(deliver, exchanges[-1], values, _routes(dispatch), dispatch.hop)
+
+
+def return_tokens(
+    rows: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
+) -> Travelling:
+    """Send rows back to the ranks of their tokens, and sum those of each token: the reverse of `send_tokens`.
+
+    It is the transpose of `send_tokens` too.
+
+    Args:
+        rows: the values of the rows that this rank computes.
+        dispatch: the tables.
+        exchanges: the exchange of each hop.
+    """
+    last = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+    values = _hop(collect, exchanges[-1], rows, _routes(last), last.hop)
+    if values.copy is not None:
+        values = values._replace(copy=values.copy.reshape(last.place.shape))
+    if isinstance(dispatch, NodeDispatch):
+        route = Route(dispatch.token, dispatch.place)
+        values = _hop(collect, exchanges[0], values, Travelling(route, route), dispatch.hop)
+    return values
+
+
+def _hop(
+    way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: Any, hop: Hop
+) -> Travelling:
+    """Run one hop of the values that travel."""
+    given = [(value, route) for value, route in zip(values, routes, strict=True) if value is not None]
+    arrays, taken = zip(*given, strict=True)
+    moved = iter(way(exchange, arrays, taken, hop))
+    return Travelling(*(None if value is None else next(moved) for value in values))
 
 
 def make_dispatch(
@@ -185,15 +205,10 @@ def make_node_dispatch(
     return NodeDispatch(token, place, hop, spread), fits & between.fits(counts)
 
 
-def _token_route(tables: Dispatch) -> Route:
-    """Return the route of tokens, of which a token takes as many rows as it has copies."""
+def _routes(tables: Dispatch) -> Any:
+    """Return the routes of the last hop, in which a token takes as many rows as it has copies."""
     token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
-    return Route(token, tables.place)
-
-
-def _copy_route(tables: Dispatch) -> Route:
-    """Return the route of one value per token copy."""
-    return Route(tables.copy, tables.place.reshape(-1, 1))
+    return Travelling(Route(token, tables.place), Route(tables.copy, tables.place.reshape(-1, 1)))
 
 
 def _fits(exchange: Exchange, counts, rows: int):

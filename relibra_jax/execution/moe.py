@@ -13,6 +13,7 @@ Pipeline, context and expert-tensor parallelism are not implemented.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,18 +23,11 @@ from jaxtyping import Float, Int, Integer
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
-from relibra_jax.execution.dispatch import (
-    Dispatch,
-    NodeDispatch,
-    combine,
-    cross,
-    cross_back,
-    send_copies,
-    send_tokens,
-)
+from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, Travelling, send_tokens
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
+from relibra_jax.execution.pipeline import run_pieces
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables
 from relibra_jax.execution.replicas import LayerExperts
@@ -155,42 +149,26 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):
-        parts = tuple(zip(*(split_tokens(each, parallel) for each in (tokens, scales)), strict=True))
-        exchanges = parallel.token_exchanges(*parts[0][1].shape)[0]
-        arrived = [
-            _cross(part, dispatch, exchanges) for part, dispatch in zip(parts, tables.dispatch, strict=True)
-        ]
-    computed: list[jax.Array] = []
-    for values, dispatch in zip(arrived, map(_inside, tables.dispatch), strict=True):
-        with jax.named_scope("dispatch"):
-            if computed:
-                # The next piece spreads after the experts of the last have run, and may cross beside them.
-                values, computed[-1] = jax.lax.optimization_barrier((values, computed[-1]))
-            rows, scale = send_tokens(*values, dispatch, exchanges[-1])
-        with jax.named_scope("experts"):
-            group_sizes = jnp.where(valid, dispatch.group_sizes, 1)
-            row_scale = scale * one_or_nan(valid, scale)
-            computed.append(
-                expert_mlp(rows, weights, group_sizes, row_scale, implementation=parallel.implementation)
-            )
-    results = [
-        _collect(rows, dispatch, exchanges) for rows, dispatch in zip(computed, tables.dispatch, strict=True)
-    ]
+        split = (split_tokens(each, parallel) for each in (tokens, scales))
+        values = tuple(itertools.starmap(Travelling, zip(*split, strict=True)))
+    exchanges = parallel.token_exchanges(*values[0].copy.shape)[0]
+    compute = functools.partial(_compute, expert_mlp, parallel.implementation)
+    results = run_pieces(compute, exchanges, values, weights, tables.dispatch, valid)
     with jax.named_scope("combine"):
         out = join_tokens(results, parallel, sequences, positions)
     out = out * one_or_nan(valid, out)
     slot_rows = sum(_inside(dispatch).group_sizes for dispatch in tables.dispatch)
     if tables.check is not None:
         own_ids = tables.expert_ids.astype(jnp.int32).reshape(gates.shape)
-        slot_rows = sum(
-            _count_rows(ids, dispatch, tables.check.slot_expert, exchanges)
-            for ids, dispatch in zip(
-                split_tokens(own_ids, parallel, padding=EMPTY), tables.dispatch, strict=True
-            )
-        )
+        pieces = zip(split_tokens(own_ids, parallel, padding=EMPTY), tables.dispatch, strict=True)
+        slot_rows = sum(_count_rows(*piece, tables.check.slot_expert, exchanges) for piece in pieces)
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
+
+
+def _compute(expert_mlp: ExpertMlp, implementation: str | None, rows, weights, group_sizes, row_scale):
+    return expert_mlp(rows, weights, group_sizes, row_scale, implementation=implementation)
 
 
 def _inside(dispatch: Dispatch | NodeDispatch) -> Dispatch:
@@ -198,22 +176,10 @@ def _inside(dispatch: Dispatch | NodeDispatch) -> Dispatch:
     return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
 
 
-def _cross(values: tuple[jax.Array, ...], dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
-    """Run the hop between nodes, if there is one."""
-    return cross(values, dispatch, exchanges[0]) if isinstance(dispatch, NodeDispatch) else values
-
-
-def _collect(computed: jax.Array, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
-    """Bring computed rows back and sum those of each token."""
-    out = combine(computed, _inside(dispatch), exchanges[-1])
-    return cross_back(out, dispatch, exchanges[0]) if isinstance(dispatch, NodeDispatch) else out
-
-
 def _count_rows(ids, dispatch: Dispatch | NodeDispatch, slot_expert, exchanges: tuple[Exchange, ...]):
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
-    (number,) = _cross((ids + 1,), dispatch, exchanges)
-    flat = _inside(dispatch)
-    number = send_copies(number, flat, exchanges[-1])
-    slot, _ = segment_of_row(len(number), starts(flat.group_sizes), flat.group_sizes)
+    number = send_tokens(Travelling(None, ids + 1), dispatch, exchanges).copy
+    sizes = _inside(dispatch).group_sizes
+    slot, _ = segment_of_row(len(number), starts(sizes), sizes)
     arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)
-    return jnp.zeros_like(flat.group_sizes).at[slot].add(arrived.astype(jnp.int32))
+    return jnp.zeros_like(sizes).at[slot].add(arrived.astype(jnp.int32))

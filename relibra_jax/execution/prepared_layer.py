@@ -29,7 +29,7 @@ from relibra_jax.execution.plan_guard import is_valid
 from relibra_jax.execution.residents import Residents
 from relibra_jax.execution.token_pieces import split_tokens
 from relibra_jax.routing.slots import copy_slots
-from relibra_jax.routing.split import refit_quota, source_quota
+from relibra_jax.routing.split import refit_quota, source_quota, split_quota
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -178,10 +178,11 @@ def _prepare_on_rank(
         plan = refit_quota(plan, _loads_of_ranks(loads.sum(0), parallel), topology)
     assert plan.load is not None
     plan_valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
-    parts = [plan]
+    parts: tuple[LayerPlan, ...] = (plan,)
     if parallel.pieces > 1:
         by_piece = jnp.moveaxis(_loads_of_ranks(loads, parallel), 2, 0)
-        parts = [refit_quota(plan, load, topology) for load in by_piece]
+        parts = split_quota(plan, by_piece, topology)
+        plan_valid &= (by_piece.sum(0) == plan.load).all()
     prepared = (_dispatch_on_rank(*each, plan_valid, parallel) for each in zip(pieces, parts, strict=True))
     dispatch, fits = zip(*prepared, strict=True)
     fetch = _fetch_on_rank(plan, parallel) if topology.replica_slots else None
@@ -190,8 +191,8 @@ def _prepare_on_rank(
     valid = jax.lax.pmin(valid.astype(jnp.int32), RANKS) > 0
     check = None
     if parallel.check_rows:
-        quota = sum(jnp.asarray(part.quota, jnp.int32) for part in parts)
-        check = RowCheck(jnp.asarray(plan.slot_expert, jnp.int32)[rank], quota[rank])
+        slot_expert, quota = (jnp.asarray(each, jnp.int32)[rank] for each in (plan.slot_expert, plan.quota))
+        check = RowCheck(slot_expert, quota)
     own_ids = own_ids.reshape(-1, own_ids.shape[-1]).astype(_signed_dtype(topology.num_experts))
     return fetch, TokenTables(own_ids, dispatch, valid, check)
 

@@ -2,17 +2,18 @@
 
 The token at position i of its sequence is in piece ``i mod pieces``, or ``i // G mod pieces`` if layers are striped
 (`relibra_jax.routing.striping`). Every piece is therefore a like mixture of all tokens of a rank. All pieces have the
-slots of the plan, and every slot computes about its share of each piece (`relibra_jax.routing.split.refit_quota`).
+slots of the plan, and every slot computes about its share of each piece (`relibra_jax.routing.split.split_quota`).
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from relibra_jax.contract.replay import assigned_load, sample_load
-from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
-from relibra_jax.routing.split import refit_quota
+from relibra_jax.contract.types import Assignment, BatchPlan, RoutingReplay, Topology
+from relibra_jax.routing.split import split_quota
 from relibra_jax.routing.striping import striped_load
 
 
@@ -30,7 +31,7 @@ def split_plan(
 
     Returns:
         The replay of each piece, in which the other tokens are masked, and the plan of the piece with its load and
-        quotas. The loads of all pieces add up to that of the plan, and their quotas to about its quotas.
+        quotas. Those of all pieces add up to the load and the quotas of the plan.
     """
     if pieces == 1:
         return ((replay, batch_plan),)
@@ -43,15 +44,22 @@ def _split_plan(
 ) -> tuple[tuple[RoutingReplay, BatchPlan], ...]:
     unit = topology.ranks_per_node if striped else 1
     piece_of_position = jnp.arange(replay.mask.shape[1]) // unit % pieces
-    refit = jax.vmap(jax.vmap(functools.partial(refit_quota, topology=topology)))
+    parts = [
+        RoutingReplay(replay.expert_ids, jnp.asarray(replay.mask) & (piece_of_position == piece)[None])
+        for piece in range(pieces)
+    ]
+    loads = [_dispatched_load(part, batch_plan.assignment, topology, striped=striped) for part in parts]
+    split = jax.vmap(jax.vmap(functools.partial(split_quota, topology=topology)))
+    layers = split(batch_plan.layer_plans(), jnp.stack(loads, 2))
+    return tuple(
+        (part, batch_plan._replace(load=load, plan=batch_plan.plan._replace(quota=layer.quota)))
+        for part, load, layer in zip(parts, loads, layers, strict=True)
+    )
 
-    def of_piece(piece: int) -> tuple[RoutingReplay, BatchPlan]:
-        part = RoutingReplay(replay.expert_ids, jnp.asarray(replay.mask) & (piece_of_position == piece))
-        if striped:
-            load = striped_load(part, batch_plan.assignment, topology)
-        else:
-            load = assigned_load(sample_load(part, num_experts=topology.num_experts), batch_plan.assignment)
-        quota = refit(batch_plan.layer_plans(), load).quota
-        return part, batch_plan._replace(load=load, plan=batch_plan.plan._replace(quota=quota))
 
-    return tuple(map(of_piece, range(pieces)))
+def _dispatched_load(
+    replay: RoutingReplay, assignment: Assignment, topology: Topology, *, striped: bool
+) -> Int[jax.Array, "M L N G E"]:
+    if striped:
+        return striped_load(replay, assignment, topology)
+    return assigned_load(sample_load(replay, num_experts=topology.num_experts), assignment)

@@ -135,6 +135,34 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
 
 
+def split_quota(
+    plan: LayerPlan, loads: Int[Array, "pieces N G E"], topology: Topology
+) -> tuple[LayerPlan, ...]:
+    """Split the quotas of a layer plan over pieces of its tokens.
+
+    Args:
+        plan: one layer plan, with its load.
+        loads: the load of each piece. They add up to that of the plan.
+        topology: the expert-parallel group.
+
+    Returns:
+        The plan of each piece, with its load. The quotas of all pieces add up to those of the plan, and each slot
+        computes about its share of every piece.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    >>> slots, quota = jnp.array([[[0, -1], [1, 0]]]), jnp.array([[[7, 0], [4, 3]]])
+    >>> plan = LayerPlan(slots, jnp.array([0, 1]), quota, load=jnp.array([[[5, 2], [5, 2]]]))
+    >>> loads = jnp.array([[[[4, 1], [1, 1]]], [[[1, 1], [4, 1]]]])
+    >>> [piece.quota.tolist() for piece in split_quota(plan, loads, topology)]
+    [[[[3, 0], [2, 2]]], [[[4, 0], [2, 1]]]]
+    """
+    pieces, left = [], plan
+    for load in loads:
+        pieces.append(refit_quota(left, load, topology))
+        left = plan._replace(quota=left.quota - pieces[-1].quota)
+    return tuple(pieces)
+
+
 def _sides(
     plan: LayerPlan, topology: Topology
 ) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"], Int[jax.Array, " PS"]]:
