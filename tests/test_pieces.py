@@ -128,9 +128,10 @@ def test_pieces_are_priced_by_what_is_beside_experts(replay):
 def test_exposed_exchange_of_a_schedule_that_was_drawn_by_hand():
     """Between nodes 8, inside 4, experts 10, in two pieces of 2 + 1 + 5 + 1 + 2.
 
-    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14, back inside 9-10 and 14-15, back 10-12 and 15-17.
+    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14, back inside 14-15 and 15-16, and between nodes
+    15-17 and 17-19.
     """
-    assert float(exposed_exchange(jnp.array(8.0), jnp.array(4.0), jnp.array(10.0), 2)) == 17 - 10
+    assert float(exposed_exchange(jnp.array(8.0), jnp.array(4.0), jnp.array(10.0), 2)) == 19 - 10
 
 
 def test_refit_quota_is_exact_where_products_exceed_32_bits():

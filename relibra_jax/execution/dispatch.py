@@ -98,7 +98,7 @@ def return_tokens(
         dispatch: the tables.
         exchanges: the exchange of each hop.
     """
-    last = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+    last = inside_tables(dispatch)
     values = _hop(collect, exchanges[-1], rows, _routes(last), last.hop)
     if values.copy is not None:
         values = values._replace(copy=values.copy.reshape(last.place.shape))
@@ -106,6 +106,11 @@ def return_tokens(
         route = Route(dispatch.token, dispatch.place)
         values = _hop(collect, exchanges[0], values, Travelling(route, route), dispatch.hop)
     return values
+
+
+def inside_tables(dispatch: Dispatch | NodeDispatch) -> Dispatch:
+    """Return the tables of the last hop, which ends in the slots."""
+    return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
 
 
 def _hop(

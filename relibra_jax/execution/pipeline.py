@@ -1,9 +1,9 @@
 """The way of tokens through experts in pieces: one piece travels while the experts of another run, in both directions.
 
 The backward pass is the same way with other values: gradients of outputs go to the experts, and those of tokens and
-gates come back. In both, a piece crosses to other ranks beside the experts of the piece before it, and returns beside
-those of the piece after it. XLA orders collectives by its own estimates, which do not know the time of kernels.
-Therefore what has arrived of a piece is read only after the experts of the piece before have run.
+gates come back. In both, a piece travels to other ranks beside the experts of the piece before it. XLA orders
+collectives by its own estimates, which do not know the time of kernels. Therefore what has arrived of a piece is read
+only after the experts of the piece before have run. Whether a piece returns beside other experts is left to XLA.
 """
 
 import functools
@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, Travelling, return_tokens, send_tokens
+from relibra_jax.execution.dispatch import (
+    Dispatch,
+    NodeDispatch,
+    Travelling,
+    inside_tables,
+    return_tokens,
+    send_tokens,
+)
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.plan_guard import one_or_nan
 
@@ -86,8 +93,7 @@ run_pieces.defvjp(_forward, _backward)
 
 def _experts(compute: Compute, tables: Tables, valid: jax.Array) -> Callable[..., jax.Array]:
     """Return the function of rows, their gates, and weights."""
-    flat = tables.inside if isinstance(tables, NodeDispatch) else tables
-    group_sizes = jnp.where(valid, flat.group_sizes, 1)
+    group_sizes = jnp.where(valid, inside_tables(tables).group_sizes, 1)
     return lambda rows, scale, weights: compute(rows, weights, group_sizes, scale * one_or_nan(valid, scale))
 
 
