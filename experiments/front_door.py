@@ -5,8 +5,9 @@ which `Balancer.prepare` plans, with the same price, state and random key. All o
 bit.
 The second table prices plans as their exchanges send them: only the rows that are needed, with the hops between and
 inside nodes at the same time or one after the other; lanes as long as the longest of the layer and micro-batch, as a
-fitted exchange sends them; and with the spare room that buffers have by default. The ideal is always the balanced run
-whose exchange needs no padding. Homes were planned beforehand, on samples that come before those of the batch. All
+fitted exchange sends them; with the spare room that buffers have by default; and with a padded exchange, in one piece
+and in two. The ideal is always the balanced run whose exchange needs no padding, in one piece; the last column has the
+balanced run in two. Homes were planned beforehand, on samples that come before those of the batch. All
 times are modelled.
 """
 
@@ -36,7 +37,7 @@ from relibra_jax.evaluation import (
     make_setting,
     run_planner,
 )
-from relibra_jax.evaluation.prices import time_of_batch
+from relibra_jax.evaluation.prices import time_of_balanced, time_of_batch
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx.balancer_state import saved_way
 from relibra_jax.nnx.stage_plans import check_plans, count_on_host, load_on_host, plan_on_host
@@ -47,6 +48,8 @@ from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
+PIECES: Final = ("padded", "2 pieces", "balanced so")
+"""The columns of the second table with a padded exchange."""
 COSTS: Final = Costs(sequence_layout="packed")
 """What is priced: GPT-OSS-20B on H100, in packed sequences."""
 ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
@@ -177,6 +180,15 @@ def share_without_spare_room(outcome: Outcome) -> float:
     return outcome.balanced_seconds / float(time_of_batch(batch, topology, cost, visits=visits).total)
 
 
+def padded_in_pieces(outcome: Outcome, pieces: int) -> tuple[float, float]:
+    """Return the shares of balanced with a padded exchange in pieces, of the plan and of the balanced run itself."""
+    topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
+    cost = dataclasses.replace(outcome.cost_model, exchange="padded", pieces=pieces).price(topology)
+    times = time_of_batch(batch, topology, cost, visits=visits), time_of_balanced(batch, topology, cost)
+    plan, balanced = (outcome.balanced_seconds / float(time.total) for time in times)
+    return plan, balanced
+
+
 def hops_at_once(outcome: Outcome) -> float:
     """Return the share of balanced if exchanges sent only needed rows, over both networks at the same time."""
     topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
@@ -232,7 +244,7 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
 def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
     """Return the second table and its numbers."""
     table = Table(title="the same plans as they are sent, share of balanced, %", title_justify="left")
-    for column in ("plan", "needed, hops at once", "hops in turn", "fitted lanes", "+ spare room"):
+    for column in ("plan", "needed, hops at once", "hops in turn", "fitted lanes", "+ spare room", *PIECES):
         table.add_column(column, justify="left" if column == "plan" else "right")
     rows = []
     for ranks, residents, assigned in PLANS:
@@ -244,7 +256,9 @@ def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
             "needed": outcome.share_as_needed,
             "lanes": share_without_spare_room(outcome),
             "sent": outcome.share_of_balanced,
+            "padded": padded_in_pieces(outcome, 1)[0],
         }
+        shares["padded_two_pieces"], shares["balanced_two_pieces"] = padded_in_pieces(outcome, 2)
         name = f"{ranks}, {residents or 'no'} resident" + ", assigned" * assigned
         table.add_row(name, *(f"{100 * share:.1f}" for share in shares.values()))
         rows.append({"ranks": ranks, "residents": residents, "assigned": assigned, **shares})
