@@ -7,6 +7,7 @@ import pytest
 from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
 from experiments.aot.hlo import Program
 from experiments.aot.migration import Migration, judge_migration
+from experiments.aot.pieces import Crossing, judge_crossings
 from experiments.aot.ways import EXPERT
 
 PROGRAM = """HloModule step, is_scheduled=true
@@ -143,3 +144,16 @@ def test_judge_can_fail_every_requirement(case, change, broken):
 def test_judge_migration_fails_a_migration_that_gathers():
     assert [one.good for one in judge_migration(Migration(1, 0))] == [True, None]
     assert [one.good for one in judge_migration(Migration(1, 5))] == [False, None]
+
+
+def test_judge_crossings_wants_every_direction_to_have_a_piece_beside_experts():
+    """The way back is only reported."""
+    sound = [
+        Crossing(direction, out, kernels if out else 0)
+        for direction, kernels in (("forward", 2), ("backward", 3))
+        for out in (True, True, False)
+    ]
+    assert [one.good for one in judge_crossings(sound)] == [True, None, True, None]
+    late = [one._replace(kernels=min(one.kernels, 2)) for one in sound]
+    assert [one.good for one in judge_crossings(late)] == [True, None, False, None]
+    assert [one.good for one in judge_crossings([])] == [False, None, False, None]

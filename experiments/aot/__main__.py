@@ -9,6 +9,7 @@ It compiles these programs:
   nodes, scanned and unrolled, and with padded and with ragged exchanges of tokens and replicas. Each is compiled with
   R = 2 replica slots and with none, with 2 and 8 layers, and with the Hopper kernels. The tables of prepared layers are
   arguments;
+- a stack whose layers dispatch tokens in two pieces;
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
 - layers on one node of 8 ranks whose replicas a kernel pulls;
@@ -46,7 +47,8 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
     """Return the steps, those that take longest first.
 
     Args:
-        quick: whether to leave out the unrolled stack, and to compile kernels for one model and one GPU.
+        quick: whether to leave out the unrolled stack and the one in pieces, and to compile kernels for one model and
+            one GPU.
     """
 
     def step(name: str, function: str, *arguments: str | bool) -> Step:
@@ -67,6 +69,7 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
         *(step(f"Hopper kernels, {model}", "kernels:check_kernels", model) for model in list(MODELS)[:most]),
         *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[:most]),
         step("migration", "migration:check_migration"),
+        *([] if quick else [step("pieces", "pieces:check_pieces")]),
     ]
 
 

@@ -1,8 +1,8 @@
 """Compute the bytes that a device should send in a run of a program, from the sizes of its buffers alone.
 
-    tokens     rows of D bfloat16. They are sent out three times: in the forward pass, in its recomputation, and as the
-               gradient of combine. They come back twice: in combine and as the gradient of dispatch. The recomputation
-               omits combine
+    tokens     rows of D bfloat16, of every piece. They are sent out three times: in the forward pass, in its
+               recomputation, and as the gradient of combine. They come back twice: in combine and as the gradient of
+               dispatch. The recomputation omits combine
     gates      float32, one for each row inside the node and K for a row that crosses nodes. They are sent out twice,
                and their gradient comes back once
     replicas   bfloat16. They are fetched, fetched again in the backward pass, and their gradients return. In the padded
@@ -44,11 +44,12 @@ def expected_sent(
     if parallel.is_hierarchical(model.top_k):
         assert sizes.node is not None
         hops = [("node", nodes, sizes.node, model.top_k), ("local", local, sizes.local, 1)]
+    pieces = parallel.pieces * runs
     for axes, ranks, rows, gates in hops:
         ragged = parallel.exchange == "ragged"
         out, back = (rows.send, rows.receive) if ragged else ((ranks - 1) * rows.pair,) * 2
-        total["tokens", axes] = runs * (3 * out + 2 * back) * model.width * 2
-        total["gates", axes] = runs * (2 * out + back) * gates * 4
+        total["tokens", axes] = pieces * (3 * out + 2 * back) * model.width * 2
+        total["gates", axes] = pieces * (2 * out + back) * gates * 4
     if parallel.is_striped:
         dealt = model.tokens * (local - 1) / local
         values: dict[Content, int] = {"tokens": 5 * model.width * 2, "gates": 3 * model.top_k * 4}

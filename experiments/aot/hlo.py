@@ -201,6 +201,14 @@ class Program:
             )
         return instruction.opcode == "dot"
 
+    def is_kernel(self, instruction: Instruction) -> bool:
+        """Return whether an instruction is a Pallas kernel for Hopper GPUs, or a fusion that contains one."""
+        if instruction.opcode == "fusion":
+            return any(
+                self.is_kernel(inner) for name in instruction.called for inner in self.computations[name]
+            )
+        return instruction.opcode == "custom-call" and "mosaic_gpu" in instruction.attributes
+
     @cached_property
     def _wrapped(self) -> set[str]:
         """The computations inside fusions and async pairs, whose collectives are counted at their callers."""
