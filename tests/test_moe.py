@@ -250,6 +250,7 @@ def test_moe_layer_deals_tokens_to_the_ranks_of_their_node(mesh, path, exchange)
     ("mesh", "path", "exchange", "striped", "pieces"),
     [
         ("2x4", "hierarchical", "padded", True, 2),
+        pytest.param("2x4", "hierarchical", "fitted", True, 2, marks=pytest.mark.slow),
         pytest.param("2x4", "flat", "padded", False, 5, marks=pytest.mark.slow),
         pytest.param("1x8", "flat", "emulated", True, 2, marks=pytest.mark.slow),
         pytest.param("4x2", "hierarchical", "fitted", False, 3, marks=pytest.mark.long),

@@ -12,14 +12,16 @@ from support.costs import CLUSTER, MODEL
 from support.plans import planned, random_plan, random_routing
 
 from relibra_jax.contract.replay import expert_load
-from relibra_jax.contract.types import BatchPlan, LayerPlan, Topology, layer_plans
+from relibra_jax.contract.types import BALANCE, BatchPlan, LayerPlan, Topology, layer_plans
 from relibra_jax.cost.batch_time import balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.step_time import exposed_exchange
+from relibra_jax.cost.step_time import exposed_exchange, hop_times
+from relibra_jax.cost.traffic import Sent, count_sent
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.nnx.balancer_state import count_sizes
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.routing.pieces import split_plan
+from relibra_jax.routing.sizes import LAYER_SIXTEENTHS
 from relibra_jax.routing.split import refit_quota, split_quota
 from relibra_jax.routing.striping import striped_load
 from relibra_jax.routing.visits import node_visits
@@ -103,7 +105,7 @@ def test_buffers_of_pieces_are_sized_for_the_fullest(replay):
 
 
 def test_pieces_are_priced_by_what_is_beside_experts(replay):
-    """Padded pieces hide a part of the exchange, also of the balanced run. A fitted exchange hides nothing."""
+    """Pieces hide a part of the exchange, also of the balanced run, and a fitted exchange chooses once for both ways."""
     batch_plan = plan_of(replay, striped=False)
     visits = node_visits(replay, batch_plan, TOPOLOGY)
 
@@ -121,8 +123,34 @@ def test_pieces_are_priced_by_what_is_beside_experts(replay):
         assert 0 < hidden < float(one.exchange), even
         for part in ("attention", "compute", "gather", "exposed", "push", "rest"):
             assert getattr(one, part) == getattr(half, part)
-    fitted = [float(seconds("fitted", pieces)[0].total) for pieces in (1, 2)]
-    assert fitted[0] <= fitted[1]
+    with_choice, without = (
+        hop_times(
+            Sent(*(jnp.zeros((1, 1, 2, 2)),) * 3), TOPOLOGY, dataclasses.replace(BALANCE, **kinds, choice=8.0)
+        )
+        for kinds in ({"exchange": "fitted", "hierarchical": True, "pieces": pieces} for pieces in (2, 1))
+    )
+    assert [float(each.max()) for each in with_choice] == [4.0, 0.0]
+    assert [float(each.max()) for each in without] == [8.0, 8.0]
+
+
+def test_pieces_with_a_fitted_exchange_send_one_part_of_all_lanes(replay):
+    """The part suffices for the longest lane of each hop, and no smaller one does."""
+    batch_plan = plan_of(replay, striped=True)
+    visits = node_visits(replay, batch_plan, TOPOLOGY, striped=True)
+    price = dataclasses.replace(BALANCE, hierarchical=True, spare_room=False, scale=100.0)
+    sent, most = (
+        count_sent(
+            batch_plan.layer_plans(),
+            TOPOLOGY,
+            dataclasses.replace(price, exchange=kind, pieces=2),
+            visits=visits,
+        )
+        for kind in ("fitted", "padded")
+    )
+    parts = [np.asarray(own / whole).round(6) for own, whole in zip(sent[:2], most[:2], strict=True)]
+    np.testing.assert_array_equal(*parts)
+    assert set(parts[0].ravel()) <= {part / 16 for part in LAYER_SIXTEENTHS}
+    assert parts[0].max() == 1
 
 
 def test_exposed_exchange_of_a_schedule_that_was_drawn_by_hand():

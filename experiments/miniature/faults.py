@@ -16,7 +16,7 @@ Kind = Literal["down", "slow", "lose", "stop"]
 stopped (SIGSTOP)."""
 SLOWER: Final = 0.1
 """The share of its rate that a slow link has."""
-LOSSY: Final = 0.5
+LOSSY: Final = 0.02
 """The share of its rate at which a link that loses packets brings them to its rank. One can wait; others are lost."""
 _FAULT: Final = re.compile(r"(\w+):(\d+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 

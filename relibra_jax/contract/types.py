@@ -308,11 +308,6 @@ class Price:
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
 
-    @property
-    def pieces_at_once(self) -> int:
-        """The number of pieces that are under way at the same time: 1 if exchanges have nothing beside them."""
-        return 1 if self.exchange == "fitted" else self.pieces
-
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)
 """The price of balance alone: only the copies of the busiest rank cost time."""

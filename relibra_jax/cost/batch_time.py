@@ -119,7 +119,7 @@ def batch_time(
     micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
     rest = layers * (cost.head * positions * micro_batches + cost.update)
     return _slowest_copy(
-        layer_time(ranks, pieces=cost.pieces_at_once), cost.data_parallel, push, reorder, jnp.asarray(rest)
+        layer_time(ranks, pieces=cost.pieces), cost.data_parallel, push, reorder, jnp.asarray(rest)
     )
 
 
@@ -187,7 +187,7 @@ def balanced_time(
         between = jnp.maximum(cost.crossing * away, cost.spread * near)
         inside, wait = jnp.zeros_like(between), cost.wait * (ranks > 1)
     compute = cost.copy * copies
-    exchange = exposed_exchange(between, inside, compute, cost.pieces_at_once) + cost.pieces * wait
+    exchange = exposed_exchange(between, inside, compute, cost.pieces) + cost.pieces * wait
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
         compute=compute,

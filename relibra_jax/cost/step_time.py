@@ -8,8 +8,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
                hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
-               Each hop also costs ``wait``, and with a fitted exchange ``choice``. With several pieces of tokens, what
-               is beside the work of another piece does not count (`exposed_exchange`)
+               Each hop also costs ``wait``, and with a fitted exchange ``choice``. Layers in pieces choose once for
+               dispatch and combine, and what is beside the work of another piece does not count (`exposed_exchange`)
     stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
                before dispatch
     gather     rows of the exchange's buffers x ``gather``
@@ -185,9 +185,13 @@ def hop_times(
         topology: the expert-parallel group.
         cost: the price.
     """
-    fixed = cost.pieces * (cost.wait + (cost.choice if cost.exchange == "fitted" else 0.0))
+    choice = cost.choice if cost.exchange == "fitted" else 0.0
+    fixed = cost.wait + choice if cost.pieces == 1 else cost.pieces * cost.wait
     between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
     inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
+    if cost.pieces > 1:  # one choice for dispatch and combine, at all hops
+        between = between + choice / 2
+        inside = inside if cost.hierarchical else inside + choice / 2
     return jnp.asarray(between), jnp.asarray(inside)
 
 

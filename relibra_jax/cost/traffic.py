@@ -8,7 +8,7 @@ layer and micro-batch needs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape
-from relibra_jax.routing.sizes import fitted_lane, padded_rows
+from relibra_jax.routing.sizes import fitted_lane, layer_sixteenths, padded_rows
 from relibra_jax.routing.split import pair_load
 
 
@@ -171,8 +171,7 @@ def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable
         others = (traffic.slow_sent + traffic.fast_sent, traffic.slow_received + traffic.fast_received)
         buffers = sum(map(room, others)) + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
-    longest = _flat_lanes(pairs, topology)
-    lane = _lane(cost, longest, room(longest))
+    (lane,) = _lanes(cost, [_flat_lanes(pairs, topology)], room)
     buffers = 2 * ranks * lane + slots
     return Sent(
         *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
@@ -194,8 +193,7 @@ def _hierarchical_sent(
     if cost.exchange == "ragged":
         buffers = sum(map(room, traffic)) + arrived + slots
         return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
-    longest_lanes = _hierarchical_lanes(pairs, visits, topology)
-    across, inside = (_lane(cost, longest, room(longest)) for longest in longest_lanes)
+    across, inside = _lanes(cost, _hierarchical_lanes(pairs, visits, topology), room)
     buffers = 2 * nodes * across + arrived + 2 * local * inside + slots
     return Sent(
         *(
@@ -205,13 +203,25 @@ def _hierarchical_sent(
     )
 
 
-def _lane(cost: Price, longest: Num[Array, "M L"], pair: jax.Array) -> Float[jax.Array, "M L 1 1"]:
-    """Return the lane that a padded or fitted exchange sends in each layer and micro-batch."""
-    if cost.exchange == "fitted":
-        lane = fitted_lane(longest * cost.scale, pair * cost.scale) / cost.scale
+def _lanes(
+    cost: Price, longest: Sequence[Num[Array, "M L"]], room: Callable[[Array], jax.Array]
+) -> list[Float[jax.Array, "M L 1 1"]]:
+    """Return the lanes that padded or fitted exchanges send in each layer and micro-batch, for each hop.
+
+    Pieces of tokens have equal parts of the lanes.
+    """
+    pairs = list(map(room, longest))
+    if cost.exchange != "fitted":
+        lanes = [jnp.broadcast_to(pair, each.shape) for each, pair in zip(longest, pairs, strict=True)]
+    elif cost.pieces == 1:
+        lanes = [
+            fitted_lane(each * cost.scale, pair * cost.scale) / cost.scale
+            for each, pair in zip(longest, pairs, strict=True)
+        ]
     else:
-        lane = jnp.broadcast_to(pair, longest.shape)
-    return lane[..., None, None]
+        part = layer_sixteenths(longest, pairs) / 16
+        lanes = [part * pair for pair in pairs]
+    return [lane[..., None, None] for lane in lanes]
 
 
 def _count_pairs(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L N G N G"]:

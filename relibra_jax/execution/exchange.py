@@ -75,6 +75,8 @@ class Exchange:
     axes: tuple[str, ...]
     ranks: int
     sizes: ExchangeSizes
+    sixteenths: int | None = None
+    """The part of every lane that a fitted exchange sends, if it is chosen for several exchanges together."""
 
     @property
     def has_lanes(self) -> bool:
@@ -85,6 +87,13 @@ class Exchange:
     def lengths(self) -> tuple[int, ...]:
         """The lengths of which a fitted exchange sends one of every lane, ascending."""
         return fitted_lanes(self.sizes.pair)
+
+    @property
+    def chosen_length(self) -> int | None:
+        """The rows that the exchange sends of every lane, if it has lanes and nothing is left to choose."""
+        if self.kind == "padded":
+            return self.sizes.pair
+        return None if self.sixteenths is None else -(-self.sizes.pair * self.sixteenths // 16)
 
     @property
     def send_rows(self) -> int:

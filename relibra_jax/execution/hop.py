@@ -97,11 +97,11 @@ def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, arrays, routes):
 
     if exchange.ranks == 1:
         return with_length(0, arrays, routes, hop)
-    if exchange.kind == "fitted":
+    if exchange.kind == "fitted" and exchange.chosen_length is None:
         # On a GPU, the host waits for each choice: all arrays share one.
         ways = [functools.partial(with_length, length) for length in exchange.lengths]
         return jax.lax.switch(hop.lanes.length, ways, arrays, routes, hop)
-    return with_length(exchange.sizes.pair, arrays, routes, hop)
+    return with_length(exchange.chosen_length or 0, arrays, routes, hop)
 
 
 def _deliver(exchange: Exchange, length: int, elements, route: Route, hop: Hop):

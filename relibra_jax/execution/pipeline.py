@@ -6,6 +6,7 @@ collectives by its own estimates, which do not know the time of kernels. Therefo
 only after the experts of the piece before have run. Whether a piece returns beside other experts is left to XLA.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,9 @@ from relibra_jax.execution.dispatch import (
     send_tokens,
 )
 from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.hop import Hop
 from relibra_jax.execution.plan_guard import one_or_nan
+from relibra_jax.routing.sizes import LAYER_SIXTEENTHS
 
 type Tables = Dispatch | NodeDispatch
 
@@ -54,41 +57,80 @@ def run_pieces(
     Returns:
         The sums of the outputs of each token's experts, weighted by the gates, for each piece.
     """
-
-    def experts(piece: int, rows: Travelling) -> Travelling:
-        return Travelling(_experts(compute, tables[piece], valid)(rows.token, rows.copy, weights), None)
-
-    results = _through(values, tables, exchanges, experts, scopes=("dispatch", "experts", "combine"))
-    return tuple(result.token for result in results)  # type: ignore[misc]
+    return _forward(compute, exchanges, values, weights, tables, valid)[0]
 
 
 def _forward(compute, exchanges, values, weights, tables, valid):
-    pulls: list[Any] = []
+    def way(exchanges, values, weights, tables, valid):
+        kept = []
 
-    def experts(piece: int, rows: Travelling) -> Travelling:
-        out, pull = jax.vjp(_experts(compute, tables[piece], valid), rows.token, rows.copy, weights)
-        pulls.append(pull)
-        return Travelling(out, None)
+        def experts(piece: int, rows: Travelling) -> Travelling:
+            kept.append(rows)
+            return Travelling(_experts(compute, tables[piece], valid)(rows.token, rows.copy, weights), None)
 
-    results = _through(values, tables, exchanges, experts, scopes=("dispatch", "experts", "combine"))
-    return tuple(result.token for result in results), (tuple(pulls), tables)
+        results = _through(values, tables, exchanges, experts, scopes=("dispatch", "experts", "combine"))
+        return tuple(result.token for result in results), tuple(kept)
+
+    results, kept = _with_lengths(way, exchanges, tables)(values, weights, tables, valid)
+    return results, (kept, weights, tables, valid)
 
 
-def _backward(compute, exchanges, kept, d_results):
-    pulls, tables = kept
-    d_weights = []
+def _backward(compute, exchanges, residuals, d_results):
+    def way(exchanges, d_results, kept, weights, tables, valid):
+        d_weights = []
 
-    def experts(piece: int, d_rows: Travelling) -> Travelling:
-        d_token, d_copy, d_weight = pulls[piece](d_rows.token)
-        d_weights.append(d_weight)
-        return Travelling(d_token, d_copy)
+        def experts(piece: int, d_rows: Travelling) -> Travelling:
+            # Kernels compute what they need again, so that only rows are kept, which are equal in all ways.
+            _, pull = jax.vjp(_experts(compute, tables[piece], valid), *kept[piece], weights)
+            d_token, d_copy, d_weight = pull(d_rows.token)
+            d_weights.append(d_weight)
+            return Travelling(d_token, d_copy)
 
-    gradients = [Travelling(d_result, None) for d_result in d_results]
-    d_values = _through(gradients, tables, exchanges, experts, scopes=("combine", "experts", "dispatch"))
-    return tuple(d_values), jax.tree.map(lambda *parts: sum(parts), *d_weights), None, None
+        gradients = [Travelling(d_result, None) for d_result in d_results]
+        d_values = _through(gradients, tables, exchanges, experts, scopes=("combine", "experts", "dispatch"))
+        return tuple(d_values), jax.tree.map(lambda *parts: sum(parts), *d_weights)
+
+    d_values, d_weights = _with_lengths(way, exchanges, residuals[2])(d_results, *residuals)
+    return d_values, d_weights, None, None
 
 
 run_pieces.defvjp(_forward, _backward)
+
+
+def _with_lengths(
+    way: Callable[..., Any], exchanges: tuple[Exchange, ...], tables: tuple[Tables, ...]
+) -> Callable[..., Any]:
+    """Return a way of whole layers with its exchanges.
+
+    Fitted exchanges of pieces send as much of every lane as the longest of all hops and pieces needs. With one choice
+    for the whole layer all its collectives are in one branch, where they are asynchronous, and the host waits once.
+    """
+    if len(tables) == 1 or exchanges[0].kind != "fitted":
+        return functools.partial(way, exchanges)
+    number = functools.reduce(
+        jnp.maximum,
+        (
+            _least_part(exchange, hop)
+            for table in tables
+            for exchange, hop in zip(exchanges, _hops(table), strict=True)
+        ),
+    )
+    ways = [
+        functools.partial(way, tuple(dataclasses.replace(each, sixteenths=part) for each in exchanges))
+        for part in LAYER_SIXTEENTHS
+    ]
+    return functools.partial(jax.lax.switch, number, ways)
+
+
+def _least_part(exchange: Exchange, hop: Hop) -> jax.Array:
+    """Return the number of the least of `LAYER_SIXTEENTHS` that suffices for a hop."""
+    lengths = [dataclasses.replace(exchange, sixteenths=part).chosen_length for part in LAYER_SIXTEENTHS]
+    longest = jnp.array(exchange.lengths, jnp.int32)[hop.lanes.length]
+    return jnp.searchsorted(jnp.array(lengths, jnp.int32), longest).astype(jnp.int32)
+
+
+def _hops(tables: Tables) -> tuple[Hop, ...]:
+    return (tables.hop, tables.inside.hop) if isinstance(tables, NodeDispatch) else (tables.hop,)
 
 
 def _experts(compute: Compute, tables: Tables, valid: jax.Array) -> Callable[..., jax.Array]:

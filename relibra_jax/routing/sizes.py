@@ -10,7 +10,7 @@ without that check.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,8 @@ from relibra_jax.support.argument_types import checks_arguments
 LANE_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
 """The lengths of lanes among which a fitted exchange chooses, in sixteenths of the buffer's. Each is a compiled branch.
 With spare room, the longest lanes of a batch end below the 13th, and most of the others above the 8th."""
+LAYER_SIXTEENTHS: Final = (9, 11, 13, 16)
+"""The same for layers in pieces, which choose once for all hops and pieces. Each is a compiled branch of the layer."""
 
 
 @jax.tree_util.register_dataclass
@@ -263,6 +265,22 @@ def fitted_lane(longest: Num[Array, "*sizes"], pair: Float[Array, ""] | float) -
     lanes = jnp.ceil(jnp.asarray(pair, jnp.float32) * np.array(LANE_SIXTEENTHS, np.float32) / 16)
     number = jnp.searchsorted(lanes, jnp.asarray(longest, jnp.float32))
     return lanes[jnp.minimum(number, len(LANE_SIXTEENTHS) - 1)]
+
+
+def layer_sixteenths(
+    longest: Sequence[Num[Array, "*sizes"]], pairs: Sequence[Float[Array, ""]]
+) -> Float[jax.Array, "*sizes"]:
+    """Return the least of `LAYER_SIXTEENTHS` of every buffer that suffices for the longest lanes of all hops.
+
+    >>> layer_sixteenths([jnp.array([1.0, 100.0]), jnp.array([90.0, 10.0])], [jnp.array(160.0)] * 2).tolist()
+    [9.0, 11.0]
+    """
+    choices = jnp.array(LAYER_SIXTEENTHS, jnp.float32)
+    needed = [
+        jnp.searchsorted(jnp.ceil(pair * choices / 16), jnp.asarray(each, jnp.float32))
+        for each, pair in zip(longest, pairs, strict=True)
+    ]
+    return choices[jnp.minimum(functools.reduce(jnp.maximum, needed), len(choices) - 1)]
 
 
 def fitted_lanes(pair: int) -> tuple[int, ...]:
