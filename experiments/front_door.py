@@ -5,9 +5,9 @@ which `Balancer.prepare` plans, with the same price, state and random key. All o
 bit.
 The second table prices plans as their exchanges send them: only the rows that are needed, with the hops between and
 inside nodes at the same time or one after the other; lanes as long as the longest of the layer and micro-batch, as a
-fitted exchange sends them; with the spare room that buffers have by default; and with a padded exchange, in one piece
-and in two. The ideal is always the balanced run whose exchange needs no padding, in one piece; the last column has the
-balanced run in two. Homes were planned beforehand, on samples that come before those of the batch. All
+fitted exchange sends them; with the spare room that buffers have by default; and in two and four pieces. The ideal is
+always the balanced run whose exchange needs no padding, in one piece; the last columns have the balanced run in pieces.
+Homes were planned beforehand, on samples that come before those of the batch. All
 times are modelled.
 """
 
@@ -48,8 +48,8 @@ from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
-PIECES: Final = ("padded", "2 pieces", "balanced so")
-"""The columns of the second table with a padded exchange."""
+PIECES: Final = (2, 4)
+"""The numbers of pieces of the second table."""
 COSTS: Final = Costs(sequence_layout="packed")
 """What is priced: GPT-OSS-20B on H100, in packed sequences."""
 ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
@@ -180,10 +180,10 @@ def share_without_spare_room(outcome: Outcome) -> float:
     return outcome.balanced_seconds / float(time_of_batch(batch, topology, cost, visits=visits).total)
 
 
-def padded_in_pieces(outcome: Outcome, pieces: int) -> tuple[float, float]:
-    """Return the shares of balanced with a padded exchange in pieces, of the plan and of the balanced run itself."""
+def shares_in_pieces(outcome: Outcome, pieces: int) -> tuple[float, float]:
+    """Return the shares of balanced if layers run in pieces, of the plan and of the balanced run itself."""
     topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
-    cost = dataclasses.replace(outcome.cost_model, exchange="padded", pieces=pieces).price(topology)
+    cost = dataclasses.replace(outcome.cost_model, pieces=pieces).price(topology)
     times = time_of_batch(batch, topology, cost, visits=visits), time_of_balanced(batch, topology, cost)
     plan, balanced = (outcome.balanced_seconds / float(time.total) for time in times)
     return plan, balanced
@@ -244,7 +244,16 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
 def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
     """Return the second table and its numbers."""
     table = Table(title="the same plans as they are sent, share of balanced, %", title_justify="left")
-    for column in ("plan", "needed, hops at once", "hops in turn", "fitted lanes", "+ spare room", *PIECES):
+    in_pieces, balanced = ([f"{name}{number} pieces" for number in PIECES] for name in ("", "balanced, "))
+    for column in (
+        "plan",
+        "needed, hops at once",
+        "hops in turn",
+        "fitted lanes",
+        "+ spare room",
+        *in_pieces,
+        *balanced,
+    ):
         table.add_column(column, justify="left" if column == "plan" else "right")
     rows = []
     for ranks, residents, assigned in PLANS:
@@ -256,9 +265,10 @@ def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
             "needed": outcome.share_as_needed,
             "lanes": share_without_spare_room(outcome),
             "sent": outcome.share_of_balanced,
-            "padded": padded_in_pieces(outcome, 1)[0],
         }
-        shares["padded_two_pieces"], shares["balanced_two_pieces"] = padded_in_pieces(outcome, 2)
+        pairs = [shares_in_pieces(outcome, pieces) for pieces in PIECES]
+        shares |= {f"pieces_{pieces}": plan for pieces, (plan, _) in zip(PIECES, pairs, strict=True)}
+        shares |= {f"balanced_{pieces}": even for pieces, (_, even) in zip(PIECES, pairs, strict=True)}
         name = f"{ranks}, {residents or 'no'} resident" + ", assigned" * assigned
         table.add_row(name, *(f"{100 * share:.1f}" for share in shares.values()))
         rows.append({"ranks": ranks, "residents": residents, "assigned": assigned, **shares})

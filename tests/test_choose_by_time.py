@@ -71,7 +71,9 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
             plans.append(part.update(request, own, TOPOLOGY)[0])
         attention = price.token * load[:, 0].sum(-1) / TOP_K
         ranks = [rank_time(layer_plans(plan, load), attention, TOPOLOGY, price) for plan in plans]
-        times = [layer_time(each._replace(gather=jnp.zeros_like(each.gather))).total.sum() for each in ranks]
+        times = [
+            layer_time(each._replace(gather=jnp.zeros_like(each.gather)), price).total.sum() for each in ranks
+        ]
         return plans[0], jnp.stack(times)
 
     chosen = set()

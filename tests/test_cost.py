@@ -418,7 +418,7 @@ def test_batch_time_overlap_saves_the_smaller_of_exchange_and_compute():
     lengths = replay.mask.sum(1)
     cost = dataclasses.replace(price(), tile=0.0, copy=2 * ACROSS)
     attention, _ = attention_time(batch_plan.assignment, lengths, cost)
-    layers = layer_time(rank_time(batch_plan.layer_plans(), attention, TOPOLOGY, cost))
+    layers = layer_time(rank_time(batch_plan.layer_plans(), attention, TOPOLOGY, cost), cost)
     smaller = np.minimum(layers.exchange, layers.compute)
     assert (smaller == layers.exchange).any()
     time = batch_time(batch_plan, lengths, TOPOLOGY, cost)

@@ -101,7 +101,7 @@ def test_layer_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
         else:
             np.testing.assert_allclose(2 * line.crossing, 1e3 * times.between[1, 0].ravel(), rtol=1e-5)
             np.testing.assert_allclose(2 * line.inside, 1e3 * times.inside[1, 0].ravel(), rtol=1e-5)
-        np.testing.assert_allclose(line.ends[-1], 1e3 * layer_time(times).total[1, 0], rtol=1e-5)
+        np.testing.assert_allclose(line.ends[-1], 1e3 * layer_time(times, price).total[1, 0], rtol=1e-5)
         assert (line.experts[:, 2].sum() > 0) == (each.planner == "eplb"), "only EPLB has replicas"
         assert not line.experts[:, 1].any(), "there are no resident slots"
     timeline_figure(tmp_path / "timeline.png", outcomes)

@@ -105,7 +105,7 @@ def test_buffers_of_pieces_are_sized_for_the_fullest(replay):
 
 
 def test_pieces_are_priced_by_what_is_beside_experts(replay):
-    """Pieces hide a part of the exchange, also of the balanced run, and a fitted exchange chooses once for both ways."""
+    """Pieces hide a part of the exchange, also of the balanced run. A fitted exchange chooses once for both ways."""
     batch_plan = plan_of(replay, striped=False)
     visits = node_visits(replay, batch_plan, TOPOLOGY)
 
@@ -138,15 +138,8 @@ def test_pieces_with_a_fitted_exchange_send_one_part_of_all_lanes(replay):
     batch_plan = plan_of(replay, striped=True)
     visits = node_visits(replay, batch_plan, TOPOLOGY, striped=True)
     price = dataclasses.replace(BALANCE, hierarchical=True, spare_room=False, scale=100.0)
-    sent, most = (
-        count_sent(
-            batch_plan.layer_plans(),
-            TOPOLOGY,
-            dataclasses.replace(price, exchange=kind, pieces=2),
-            visits=visits,
-        )
-        for kind in ("fitted", "padded")
-    )
+    prices = (dataclasses.replace(price, exchange=kind, pieces=2) for kind in ("fitted", "padded"))
+    sent, most = (count_sent(batch_plan.layer_plans(), TOPOLOGY, each, visits=visits) for each in prices)
     parts = [np.asarray(own / whole).round(6) for own, whole in zip(sent[:2], most[:2], strict=True)]
     np.testing.assert_array_equal(*parts)
     assert set(parts[0].ravel()) <= {part / 16 for part in LAYER_SIXTEENTHS}
@@ -156,10 +149,12 @@ def test_pieces_with_a_fitted_exchange_send_one_part_of_all_lanes(replay):
 def test_exposed_exchange_of_a_schedule_that_was_drawn_by_hand():
     """Between nodes 8, inside 4, experts 10, in two pieces of 2 + 1 + 5 + 1 + 2.
 
-    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14, back inside 14-15 and 15-16, and between nodes
-    15-17 and 17-19.
+    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14. A fitted exchange goes back inside 9-10 and 14-15,
+    and between nodes 10-12 and 15-17; a padded one inside 14-15 and 15-16, and between nodes 15-17 and 17-19.
     """
-    assert float(exposed_exchange(jnp.array(8.0), jnp.array(4.0), jnp.array(10.0), 2)) == 19 - 10
+    for kind, end in (("fitted", 17), ("padded", 19)):
+        price = dataclasses.replace(BALANCE, exchange=kind, pieces=2)
+        assert float(exposed_exchange(*map(jnp.array, (8.0, 4.0, 10.0)), price)) == end - 10
 
 
 def test_refit_quota_is_exact_where_products_exceed_32_bits():

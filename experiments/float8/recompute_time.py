@@ -135,7 +135,7 @@ def _compute_seconds(
     """Return the seconds of expert compute in all layers, if the experts of each rank are faster by ``speedup``."""
     attention, _ = attention_time(batch_plan.assignment, lengths, price)
     ranks = rank_time(batch_plan.layer_plans(), attention, topology, price, visits=visits)
-    return layer_time(ranks._replace(compute=ranks.compute / speedup)).compute.sum()
+    return layer_time(ranks._replace(compute=ranks.compute / speedup), price).compute.sum()
 
 
 def model_times(config: Float8Time, console: Console) -> None:

@@ -118,9 +118,7 @@ def batch_time(
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)
     micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
     rest = layers * (cost.head * positions * micro_batches + cost.update)
-    return _slowest_copy(
-        layer_time(ranks, pieces=cost.pieces), cost.data_parallel, push, reorder, jnp.asarray(rest)
-    )
+    return _slowest_copy(layer_time(ranks, cost), cost.data_parallel, push, reorder, jnp.asarray(rest))
 
 
 @checks_arguments
@@ -187,7 +185,7 @@ def balanced_time(
         between = jnp.maximum(cost.crossing * away, cost.spread * near)
         inside, wait = jnp.zeros_like(between), cost.wait * (ranks > 1)
     compute = cost.copy * copies
-    exchange = exposed_exchange(between, inside, compute, cost.pieces) + cost.pieces * wait
+    exchange = exposed_exchange(between, inside, compute, cost) + cost.pieces * wait
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
         compute=compute,

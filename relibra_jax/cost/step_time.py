@@ -196,22 +196,23 @@ def hop_times(
 
 
 @checks_arguments
-def layer_time(time: RankTime, *, pieces: int = 1) -> LayerTime:
+def layer_time(time: RankTime, cost: Price) -> LayerTime:
     """Compute the time of layers from that of ranks; every phase waits for its slowest rank.
 
     Args:
         time: the time of every rank.
-        pieces: the number of pieces of tokens that are under way at the same time.
+        cost: the price, which says how exchanges run.
 
+    >>> from relibra_jax.contract.types import BALANCE
     >>> one = jnp.array([[[[1.0, 2.0]]]])
-    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one)).exposed.tolist()
+    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one), BALANCE).exposed.tolist()
     [[6.0]]
     """
     attention, compute, between, inside, stripe, gather, fetch, meeting = (
         part.max((-2, -1)) for part in time
     )
     exposed = jnp.maximum(fetch - attention, 0) + meeting
-    exchange = exposed_exchange(between, inside, compute, pieces)
+    exchange = exposed_exchange(between, inside, compute, cost)
     return LayerTime(attention, compute, exchange + stripe, gather, exposed)
 
 
@@ -219,31 +220,42 @@ def exposed_exchange(
     between: Float[Array, "*stack"],
     inside: Float[Array, "*stack"],
     compute: Float[Array, "*stack"],
-    pieces: int,
+    cost: Price,
 ) -> Float[jax.Array, "*stack"]:
     """Return the seconds of dispatch and combine in which no experts run, if tokens travel in equal pieces.
 
-    A piece crosses beside the experts of the last, and spreads when these have run. All return after the last experts,
-    one piece between nodes while the next is inside them: XLA puts no return beside experts. The passes of a batch are
-    taken together.
+    A piece crosses beside the experts of the one before it, and spreads when these have run. With a fitted exchange it
+    returns beside the experts of the next: XLA compiles layers so (`experiments.aot.pieces`). With other exchanges it
+    returns after the last experts. Each network carries one piece at a time. The passes of a batch are taken together.
 
     Args:
         between: the seconds of dispatch and combine between nodes, of all pieces together.
         inside: the same inside nodes.
         compute: the seconds of the experts.
-        pieces: the number of pieces. With one, nothing is beside experts.
+        cost: the number of pieces and the kind of exchange. With one piece, nothing is beside experts.
 
-    >>> [float(exposed_exchange(jnp.array(4.0), jnp.array(0.0), jnp.array(4.0), pieces)) for pieces in (1, 2, 4)]
+    >>> from dataclasses import replace
+    >>> four, price = jnp.array(4.0), Price(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+    >>> for kind in ("fitted", "padded"):
+    ...     prices = [replace(price, exchange=kind, pieces=pieces) for pieces in (1, 2, 4)]
+    ...     print([float(exposed_exchange(four, 0 * four, four, each)) for each in prices])
+    [4.0, 2.0, 1.0]
     [4.0, 3.0, 2.5]
     """
+    pieces, beside = cost.pieces, cost.exchange == "fitted"
     if pieces == 1:
         return jnp.asarray(between + inside)
     cross, spread, experts = (jnp.asarray(part) / pieces for part in (between / 2, inside / 2, compute))
-    inside_free = jnp.zeros_like(experts)
+    spread_ends, computed = [], [jnp.zeros_like(experts)]
     for piece in range(pieces):
-        inside_free = jnp.maximum(cross * (piece + 1), inside_free) + spread + experts
-    between_free = inside_free
-    for _ in range(pieces):
-        inside_free = inside_free + spread
+        spread_ends.append(jnp.maximum(cross * (piece + 1), computed[-1]) + spread)
+        computed.append(spread_ends[-1] + experts)
+    between_free, inside_free = cross * pieces, spread_ends[-1]
+    for piece in range(pieces):
+        # The next piece spreads before this one returns inside the node.
+        ready = jnp.maximum(computed[piece + 1], spread_ends[min(piece + 1, pieces - 1)])
+        if not beside:
+            ready = computed[-1]
+        inside_free = ready + spread if piece == 0 else jnp.maximum(ready, inside_free) + spread
         between_free = jnp.maximum(inside_free, between_free) + cross
     return between_free - compute

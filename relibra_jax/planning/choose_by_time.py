@@ -56,7 +56,7 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
                 lambda slots, home: push_time(Plan(slots[:, None], home[None], slots), topology, price),
                 (1, 0),
             )(plan.slot_expert, plan.home)
-            time = layer_time(ranks, pieces=flat.pieces).total.sum(0) + pushes
+            time = layer_time(ranks, flat).total.sum(0) + pushes
             if least is not None:
                 wins = time < least
                 best = _choose(jnp.broadcast_to(wins[None], plan.quota.shape[:2]), plan, best, wins)
