@@ -149,8 +149,8 @@ def test_pieces_with_a_fitted_exchange_send_one_part_of_all_lanes(replay):
 def test_exposed_exchange_of_a_schedule_that_was_drawn_by_hand():
     """Between nodes 8, inside 4, experts 10, in two pieces of 2 + 1 + 5 + 1 + 2.
 
-    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14. A fitted exchange goes back inside 9-10 and 14-15,
-    and between nodes 10-12 and 15-17; a padded one inside 14-15 and 15-16, and between nodes 15-17 and 17-19.
+    Crossing 0-2 and 2-4, spreading 2-3 and 8-9, experts 3-8 and 9-14. A fitted exchange goes back inside 9-10 and
+    14-15, and between nodes 10-12 and 15-17; a padded one inside 14-15 and 15-16, and between nodes 15-17 and 17-19.
     """
     for kind, end in (("fitted", 17), ("padded", 19)):
         price = dataclasses.replace(BALANCE, exchange=kind, pieces=2)

@@ -1,4 +1,4 @@
-"""The check of layers that dispatch tokens in two pieces: what crosses nodes while experts run."""
+"""The check of layers that dispatch tokens in two pieces with the exchange of GPUs: what crosses while experts run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.routing.sizes import round_capacity
 
-PROGRAM: Final = "hierarchical padded, two pieces, scanned"
+PROGRAM: Final = "auto, two pieces, scanned"
 PIECES: Final = 2
 LAYERS: Final = 2
 KERNELS: Final = {"forward": 2, "backward": 3}
@@ -44,7 +44,7 @@ def check_pieces() -> None:
 
 def parallel_in_pieces() -> ExpertParallel:
     """Return the settings of the stack, with buffers of half the size."""
-    parallel = parallel_of("hierarchical padded")
+    parallel = parallel_of("auto")
     sizes = parallel.capacities
     assert sizes is not None
     tokens = {name: getattr(sizes, name) for name in ("rows", "flat", "node", "local")}
@@ -81,5 +81,5 @@ def judge_crossings(found: Iterable[Crossing]) -> Iterator[Finding]:
                 PROGRAM,
                 f"{direction}: a piece {name} beside the {kernels} kernels of the other piece",
                 f"{sum(count >= kernels for count in beside)} of {len(beside)} exchanges",
-                any(count >= kernels for count in beside) if out else None,
+                any(count >= kernels for count in beside),
             )

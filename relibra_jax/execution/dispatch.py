@@ -13,6 +13,7 @@ do not sort, because the counts alone determine the rows of their buffers.
 Everything here runs on one rank, inside shard_map.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jaxtyping import Bool, Float, Int, Num
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.gather import inverse_index
-from relibra_jax.execution.hop import Hop, Route, collect, deliver
+from relibra_jax.execution.hop import Hop, Route, collect, deliver, pack
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
 
@@ -67,8 +68,21 @@ class Travelling(NamedTuple):
     """A value for each token copy; in rows, for each row."""
 
 
-def send_tokens(
+def pack_tokens(
     values: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
+) -> tuple[jax.Array, ...] | None:
+    """Gather what the first hop of `send_tokens` will send; None if the length of its lanes is not chosen yet."""
+    if isinstance(dispatch, NodeDispatch):
+        route = Route(dispatch.token, dispatch.place)
+        return pack(exchanges[0], *_given(values, Travelling(route, route)))
+    return pack(exchanges[-1], *_given(_flat(values), _routes(dispatch)))
+
+
+def send_tokens(
+    values: Travelling,
+    dispatch: Dispatch | NodeDispatch,
+    exchanges: tuple[Exchange, ...],
+    packed: tuple[jax.Array, ...] | None = None,
 ) -> Travelling:
     """Send the values of tokens to experts, and return those of every row that this rank computes, by slot.
 
@@ -76,14 +90,15 @@ def send_tokens(
         values: the values of this rank's tokens.
         dispatch: the tables.
         exchanges: the exchange of each hop.
+        packed: what `pack_tokens` returned; None to pack them here.
     """
     if isinstance(dispatch, NodeDispatch):
         route = Route(dispatch.token, dispatch.place)
-        values = _hop(deliver, exchanges[0], values, Travelling(route, route), dispatch.hop)
-        dispatch = dispatch.inside
-    if values.copy is not None:
-        values = values._replace(copy=values.copy.ravel())
-    return _hop(deliver, exchanges[-1], values, _routes(dispatch), dispatch.hop)
+        first = functools.partial(deliver, packed=packed)
+        values = _hop(first, exchanges[0], values, Travelling(route, route), dispatch.hop)
+        dispatch, packed = dispatch.inside, None
+    last = functools.partial(deliver, packed=packed)
+    return _hop(last, exchanges[-1], _flat(values), _routes(dispatch), dispatch.hop)
 
 
 def return_tokens(
@@ -117,10 +132,20 @@ def _hop(
     way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: Any, hop: Hop
 ) -> Travelling:
     """Run one hop of the values that travel."""
+    moved = iter(way(exchange, *_given(values, routes), hop))
+    return Travelling(*(None if value is None else next(moved) for value in values))
+
+
+def _given(values: Travelling, routes: Any) -> tuple[tuple[jax.Array, ...], tuple[Route, ...]]:
+    """Return the values that travel and their routes."""
     given = [(value, route) for value, route in zip(values, routes, strict=True) if value is not None]
     arrays, taken = zip(*given, strict=True)
-    moved = iter(way(exchange, arrays, taken, hop))
-    return Travelling(*(None if value is None else next(moved) for value in values))
+    return arrays, taken
+
+
+def _flat(values: Travelling) -> Travelling:
+    """Return values with one entry for each copy."""
+    return values if values.copy is None else values._replace(copy=values.copy.ravel())
 
 
 def make_dispatch(

@@ -45,9 +45,12 @@ class Hop(NamedTuple):
     """The delivered row of each row of the receive buffer, the inverse of ``arrival``; EMPTY for none."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def deliver(
-    exchange: Exchange, elements: tuple[jax.Array, ...], routes: tuple[Route, ...], hop: Hop
+    exchange: Exchange,
+    elements: tuple[jax.Array, ...],
+    routes: tuple[Route, ...],
+    hop: Hop,
+    packed: tuple[jax.Array, ...] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Copy the elements of this rank to the rows of other ranks, with one choice of a length for all arrays.
 
@@ -56,14 +59,14 @@ def deliver(
         elements: arrays ``[t, ...]``.
         routes: the route of each array.
         hop: the tables of this rank.
+        packed: what `pack` returned for the arrays; None to pack them here.
 
     Returns:
         The delivered rows of each array, ``[rows, ...]``; zero for no row.
     """
-    return _run(exchange, _deliver, hop, elements, routes)
+    return _run(exchange, _deliver, hop, elements, routes, packed or (None,) * len(elements))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def collect(
     exchange: Exchange, rows: tuple[jax.Array, ...], routes: tuple[Route, ...], hop: Hop
 ) -> tuple[jax.Array, ...]:
@@ -81,52 +84,63 @@ def collect(
     return _run(exchange, _collect, hop, rows, routes)
 
 
-deliver.defvjp(
-    lambda exchange, elements, *tables: (deliver(exchange, elements, *tables), tables),
-    lambda exchange, tables, cotangents: (collect(exchange, cotangents, *tables), None, None),
-)
-collect.defvjp(
-    lambda exchange, rows, *tables: (collect(exchange, rows, *tables), tables),
-    lambda exchange, tables, cotangents: (deliver(exchange, cotangents, *tables), None, None),
-)
+def pack(
+    exchange: Exchange, elements: tuple[jax.Array, ...], routes: tuple[Route, ...]
+) -> tuple[jax.Array, ...] | None:
+    """Gather what `deliver` will send, so that it can be sent at any time; None if the length is not chosen yet.
+
+    Args:
+        exchange: the ranks, the kind and the buffer sizes of the exchange.
+        elements: arrays ``[t, ...]``.
+        routes: the route of each array.
+    """
+    length = exchange.chosen_length
+    if exchange.ranks == 1 or length is None:
+        return None
+    return tuple(
+        _pack(exchange, length, each, route.source) for each, route in zip(elements, routes, strict=True)
+    )
 
 
-def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, arrays, routes):
-    def with_length(length: int, arrays, routes, hop: Hop):
-        return tuple(way(exchange, length, *each, hop) for each in zip(arrays, routes, strict=True))
+def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, *arrays: tuple[Any, ...]):
+    def with_length(length: int, hop: Hop, *arrays: tuple[Any, ...]):
+        return tuple(way(exchange, length, hop, *each) for each in zip(*arrays, strict=True))
 
     if exchange.ranks == 1:
-        return with_length(0, arrays, routes, hop)
+        return with_length(0, hop, *arrays)
     if exchange.kind == "fitted" and exchange.chosen_length is None:
         # On a GPU, the host waits for each choice: all arrays share one.
         ways = [functools.partial(with_length, length) for length in exchange.lengths]
-        return jax.lax.switch(hop.lanes.length, ways, arrays, routes, hop)
-    return with_length(exchange.chosen_length or 0, arrays, routes, hop)
+        return jax.lax.switch(hop.lanes.length, ways, hop, *arrays)
+    return with_length(exchange.chosen_length or 0, hop, *arrays)
 
 
-def _deliver(exchange: Exchange, length: int, elements, route: Route, hop: Hop):
+def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, packed):
     if not exchange.has_lanes:
         sent = take_rows(elements, route.source)
         return take_rows(send(sent, hop.lanes, exchange), hop.arrival)
-    received = _swap(exchange, length, elements, route.source)
+    if packed is None:
+        packed = _pack(exchange, length, elements, route.source)
+    received = swap_lanes(packed, exchange.axes, exchange.ranks, length)
     return _pick(exchange, length, received, hop.arrival, elements, route.source)
 
 
-def _collect(exchange: Exchange, length: int, rows, route: Route, hop: Hop):
+def _collect(exchange: Exchange, length: int, hop: Hop, rows, route: Route):
     if not exchange.has_lanes:
         returned = send_back(take_rows(rows, hop.delivered), hop.lanes, exchange)
         return sum_picked(functools.partial(take_rows, returned), route.places)
-    returned = _swap(exchange, length, rows, hop.delivered)
+    packed = _pack(exchange, length, rows, hop.delivered)
+    returned = swap_lanes(packed, exchange.axes, exchange.ranks, length)
     return sum_picked(
         lambda place: _pick(exchange, length, returned, place, rows, hop.delivered), route.places
     )
 
 
-def _swap(exchange: Exchange, length: int, rows, source):
-    """Gather the first ``length`` rows of every lane from ``rows``, and exchange them."""
+def _pack(exchange: Exchange, length: int, rows, source):
+    """Gather the first ``length`` rows of every lane from ``rows``."""
     pair = exchange.sizes.pair
     lanes = source[: exchange.ranks * pair].reshape(exchange.ranks, pair)[:, :length]
-    return swap_lanes(take_rows(rows, lanes.ravel()), exchange.axes, exchange.ranks, length)
+    return take_rows(rows, lanes.ravel())
 
 
 def _pick(exchange: Exchange, length: int, received, place, rows, source):

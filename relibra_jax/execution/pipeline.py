@@ -1,9 +1,10 @@
 """The way of tokens through experts in pieces: one piece travels while the experts of another run, in both directions.
 
 The backward pass is the same way with other values: gradients of outputs go to the experts, and those of tokens and
-gates come back. In both, a piece travels to other ranks beside the experts of the piece before it. XLA orders
-collectives by its own estimates, which do not know the time of kernels. Therefore what has arrived of a piece is read
-only after the experts of the piece before have run. Whether a piece returns beside other experts is left to XLA.
+gates come back. In both, a piece travels to other ranks beside the experts of the piece before it, and returns beside
+those of the piece after it. XLA orders collectives by its own estimates, which do not know the time of kernels.
+Therefore a piece is packed before the experts of the piece before it run, and what has arrived of it is read only after
+them.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from relibra_jax.execution.dispatch import (
     NodeDispatch,
     Travelling,
     inside_tables,
+    pack_tokens,
     return_tokens,
     send_tokens,
 )
@@ -150,12 +152,16 @@ def _through(
     """Send all pieces to the experts, run these, and return the results; each step has its named scope."""
     out, inside, back = scopes
     computed: list[Travelling] = []
+    packed: tuple[jax.Array, ...] | None = None
     for piece, (value, table) in enumerate(zip(values, tables, strict=True)):
         with jax.named_scope(out):
             if computed:
                 arrival, computed[-1] = jax.lax.optimization_barrier((table.hop.arrival, computed[-1]))
                 table = table._replace(hop=table.hop._replace(arrival=arrival))
-            rows = send_tokens(value, table, exchanges)
+            rows = send_tokens(value, table, exchanges, packed)
+            if piece + 1 < len(values):
+                packed = pack_tokens(values[piece + 1], tables[piece + 1], exchanges)
+                rows, packed = jax.lax.optimization_barrier((rows, packed))
         with jax.named_scope(inside):
             computed.append(experts(piece, rows))
     with jax.named_scope(back):
