@@ -284,7 +284,7 @@ def main(config: FrontDoor) -> None:
     Raises:
         ValueError: if the trace does not fit the settings.
     """
-    trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=110)
+    trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=140)
     roads, road_rows = compare_roads(trace, config)
     console.print(roads)
     sent, sent_rows = price_as_sent(trace, config)

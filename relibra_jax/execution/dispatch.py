@@ -74,7 +74,7 @@ def pack_tokens(
     """Gather what the first hop of `send_tokens` will send; None if the length of its lanes is not chosen yet."""
     if isinstance(dispatch, NodeDispatch):
         route = Route(dispatch.token, dispatch.place)
-        return pack(exchanges[0], *_given(values, Travelling(route, route)))
+        return pack(exchanges[0], *_given(values, (route, route)))
     return pack(exchanges[-1], *_given(_flat(values), _routes(dispatch)))
 
 
@@ -95,7 +95,7 @@ def send_tokens(
     if isinstance(dispatch, NodeDispatch):
         route = Route(dispatch.token, dispatch.place)
         first = functools.partial(deliver, packed=packed)
-        values = _hop(first, exchanges[0], values, Travelling(route, route), dispatch.hop)
+        values = _hop(first, exchanges[0], values, (route, route), dispatch.hop)
         dispatch, packed = dispatch.inside, None
     last = functools.partial(deliver, packed=packed)
     return _hop(last, exchanges[-1], _flat(values), _routes(dispatch), dispatch.hop)
@@ -119,7 +119,7 @@ def return_tokens(
         values = values._replace(copy=values.copy.reshape(last.place.shape))
     if isinstance(dispatch, NodeDispatch):
         route = Route(dispatch.token, dispatch.place)
-        values = _hop(collect, exchanges[0], values, Travelling(route, route), dispatch.hop)
+        values = _hop(collect, exchanges[0], values, (route, route), dispatch.hop)
     return values
 
 
@@ -129,14 +129,16 @@ def inside_tables(dispatch: Dispatch | NodeDispatch) -> Dispatch:
 
 
 def _hop(
-    way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: Any, hop: Hop
+    way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: tuple[Route, Route], hop: Hop
 ) -> Travelling:
     """Run one hop of the values that travel."""
     moved = iter(way(exchange, *_given(values, routes), hop))
     return Travelling(*(None if value is None else next(moved) for value in values))
 
 
-def _given(values: Travelling, routes: Any) -> tuple[tuple[jax.Array, ...], tuple[Route, ...]]:
+def _given(
+    values: Travelling, routes: tuple[Route, Route]
+) -> tuple[tuple[jax.Array, ...], tuple[Route, ...]]:
     """Return the values that travel and their routes."""
     given = [(value, route) for value, route in zip(values, routes, strict=True) if value is not None]
     arrays, taken = zip(*given, strict=True)
@@ -235,10 +237,10 @@ def make_node_dispatch(
     return NodeDispatch(token, place, hop, spread), fits & between.fits(counts)
 
 
-def _routes(tables: Dispatch) -> Any:
-    """Return the routes of the last hop, in which a token takes as many rows as it has copies."""
+def _routes(tables: Dispatch) -> tuple[Route, Route]:
+    """Return the routes of tokens and copies in the last hop, in which a token takes as many rows as it has copies."""
     token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
-    return Travelling(Route(token, tables.place), Route(tables.copy, tables.place.reshape(-1, 1)))
+    return Route(token, tables.place), Route(tables.copy, tables.place.reshape(-1, 1))
 
 
 def _fits(exchange: Exchange, counts, rows: int):

@@ -13,7 +13,6 @@ Pipeline, context and expert-tensor parallelism are not implemented.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -149,9 +148,9 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
     tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):
-        split = (split_tokens(each, parallel) for each in (tokens, scales))
-        values = tuple(itertools.starmap(Travelling, zip(*split, strict=True)))
-    exchanges = parallel.token_exchanges(*values[0].copy.shape)[0]
+        parts, scales = split_tokens(tokens, parallel), split_tokens(scales, parallel)
+        values = tuple(map(Travelling, parts, scales))
+    exchanges = parallel.token_exchanges(*scales[0].shape)[0]
     compute = functools.partial(_compute, expert_mlp, parallel.implementation)
     results = run_pieces(compute, exchanges, values, weights, tables.dispatch, valid)
     with jax.named_scope("combine"):
@@ -174,6 +173,7 @@ def _compute(expert_mlp: ExpertMlp, implementation: str | None, rows, weights, g
 def _count_rows(ids, dispatch: Dispatch | NodeDispatch, slot_expert, exchanges: tuple[Exchange, ...]):
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
     number = send_tokens(Travelling(None, ids + 1), dispatch, exchanges).copy
+    assert number is not None, "values of copies travel"
     sizes = inside_tables(dispatch).group_sizes
     slot, _ = segment_of_row(len(number), starts(sizes), sizes)
     arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)

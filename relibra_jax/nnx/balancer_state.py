@@ -7,6 +7,7 @@ buffers of an update.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,9 +154,10 @@ def count_sizes(
     """
     begin, topology = time.perf_counter(), parallel.topology
     crosses, how = parallel.is_hierarchical(replay.expert_ids.shape[-1]), {"striped": parallel.is_striped}
-    grown, visits = dict(capacities), []
+    grown = dict(capacities)
+    visits: list[Int[np.ndarray, "M L P N"] | None] = []
     for plan in plans:
-        shape, of_pieces = stage_shape(plan, parallel), []
+        shape, of_pieces = stage_shape(plan, parallel), list[Any]()
         sizes = grown.get(shape, first_sizes(parallel))
         with on_host():
             pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
@@ -164,7 +166,7 @@ def count_sizes(
                 sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))
                 of_pieces.append(visited)
         grown[shape] = sizes
-        visits.append(sum(of_pieces) if crosses else None)
+        visits.append(functools.reduce(np.add, of_pieces) if crosses else None)
     return BufferSizes(visits, grown, time.perf_counter() - begin)
 
 
