@@ -113,8 +113,9 @@ def assert_all_nan(out, arguments):
     assert np.isnan(np.asarray(out)[token]).all()
 
 
-def test_moe_layer_is_nan_for_other_ids_on_one_rank():
-    arguments, parallel = single()
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_moe_layer_is_nan_for_other_ids_on_one_rank(pieces):
+    arguments, parallel = single(pieces=pieces)
     changed = arguments | {"expert_ids": arguments["expert_ids"].at[6].set(3)}
     assert_all_nan(call(changed, parallel), changed)
 

@@ -88,6 +88,17 @@ def test_packed_sequences_give_the_results_of_padded_sequences():
 
 
 @pytest.mark.slow
+def test_layers_in_pieces_give_the_results_of_whole_ones():
+    """Samples begin at multiples of two positions of every rank of a node, and buffers are counted for halves."""
+    (gradients, log_prob), (desired, whole) = result(True, 2), result(True)
+    np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, whole, 0), atol=2e-6)
+    for leaf, other in zip(jax.tree.leaves(desired), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(other, leaf, atol=1e-5 * np.abs(leaf).max())
+    whole, halves = (prepared(True, pieces)[1].parallel.capacities for pieces in (1, 2))
+    assert halves.rows < 0.8 * whole.rows
+
+
+@pytest.mark.slow
 def test_packed_sequences_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)

@@ -28,9 +28,9 @@ COTANGENT = RNG.normal(size=X.shape).astype(np.float32)
 
 
 @functools.cache
-def layer_step(path):
+def layer_step(path, pieces=1):
     """Return the output and gradients of the layer, with experts in the homes of the model and not of the plan."""
-    parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path)
+    parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path, pieces=pieces)
 
     @jax.jit
     def step(ids, home, plan):
@@ -189,13 +189,20 @@ def host_error(plan):
     return None
 
 
-@pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
-def test_moe_layer_under_a_corrupted_plan_is_right_or_nan(path):
+@pytest.mark.parametrize(
+    ("path", "pieces"),
+    [
+        ("flat", 1),
+        pytest.param("hierarchical", 1, marks=pytest.mark.slow),
+        pytest.param("hierarchical", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_moe_layer_under_a_corrupted_plan_is_right_or_nan(path, pieces):
     """A corrupted plan gives right results or NaN, and right ones if the host accepts it.
 
     Only the layer can detect the load of another batch.
     """
-    rng, step = np.random.default_rng(0), layer_step(path)
+    rng, step = np.random.default_rng(0), layer_step(path, pieces)
     wrong, outcomes = [], {"right": 0, "nan": 0}
     for case in range(CASES // 2):
         corrupt = CORRUPTIONS[case % len(CORRUPTIONS)]

@@ -17,7 +17,8 @@ stopped (SIGSTOP)."""
 SLOWER: Final = 0.1
 """The share of its rate that a slow link has."""
 LOSSY: Final = 0.02
-"""The share of its rate at which a link that loses packets brings them to its rank. One can wait; others are lost."""
+"""The share of its rate at which a link that loses packets brings them to its rank. One can wait; others are lost. The
+messages of small models are lost only on so slow a link."""
 _FAULT: Final = re.compile(r"(\w+):(\d+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 
