@@ -42,7 +42,7 @@ class Compare:
     core: float = 0.24
     """The share of a core of each rank."""
     threads: int = 1
-    """The number of threads of each rank. With one, nothing runs beside an exchange; fitted exchanges need one."""
+    """The number of threads of each rank. With one, nothing runs beside an exchange. Fitted exchanges need 1."""
     slow: str | None = None
     """The rate of the slow network, if it should not have the twin's ratio."""
     fast: str | None = None

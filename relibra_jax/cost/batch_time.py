@@ -177,15 +177,17 @@ def balanced_time(
     if cost.hierarchical:
         near = copies * (1 - 1 / local)
         held = 2 * away + arrived + 2 * near + copies
-        hops = (nodes > 1) + (local > 1)
-        between, inside, wait = cost.crossing * away, cost.spread * near, cost.wait * hops
+        wait = cost.pieces * cost.wait
+        between, inside = cost.crossing * away + wait * (nodes > 1), cost.spread * near + wait * (local > 1)
     else:
         near = copies * (local - 1) / ranks
         held = 2 * (copies - copies / ranks) + copies
-        between = jnp.maximum(cost.crossing * away, cost.spread * near)
-        inside, wait = jnp.zeros_like(between), cost.wait * (ranks > 1)
+        between = jnp.maximum(cost.crossing * away, cost.spread * near) + cost.pieces * cost.wait * (
+            ranks > 1
+        )
+        inside = jnp.zeros_like(between)
     compute = cost.copy * copies
-    exchange = exposed_exchange(between, inside, compute, cost) + cost.pieces * wait
+    exchange = exposed_exchange(between, inside, compute, cost)
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
         compute=compute,

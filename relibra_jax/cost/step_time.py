@@ -152,6 +152,8 @@ def rank_time(
     """
     quota = jnp.asarray(layer_plans.quota, jnp.float32)
     tile = jnp.asarray(cost.tile, jnp.float32)
+    # Every piece fills tiles of its own.
+    tile = cost.pieces * tile
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
     sent = count_sent(layer_plans, topology, cost, visits=visits)
     between, inside = hop_times(sent, topology, cost)
@@ -189,9 +191,6 @@ def hop_times(
     fixed = cost.wait + choice if cost.pieces == 1 else cost.pieces * cost.wait
     between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
     inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
-    if cost.pieces > 1:  # one choice for dispatch and combine, at all hops
-        between = between + choice / 2
-        inside = inside if cost.hierarchical else inside + choice / 2
     return jnp.asarray(between), jnp.asarray(inside)
 
 
@@ -213,6 +212,8 @@ def layer_time(time: RankTime, cost: Price) -> LayerTime:
     )
     exposed = jnp.maximum(fetch - attention, 0) + meeting
     exchange = exposed_exchange(between, inside, compute, cost)
+    if cost.pieces > 1 and cost.exchange == "fitted":  # one choice for dispatch and combine, at all hops
+        exchange = exchange + cost.choice / 2
     return LayerTime(attention, compute, exchange + stripe, gather, exposed)
 
 

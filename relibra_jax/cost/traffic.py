@@ -4,7 +4,7 @@ The counts are of the rows of dispatch, from the plan alone (flat dispatch) or a
 (hierarchical dispatch), and of the experts that ranks send to each other. `count_traffic` counts the rows that are
 needed, and `count_sent` those that the exchange sends: a padded one sends lanes that are all as long as the longest of
 any layer and micro-batch, with the spare room of its buffers; a fitted one as much of them as the longest lane of the
-layer and micro-batch needs.
+layer and micro-batch needs, or with pieces as much of all lanes as the longest of any hop needs.
 """
 
 import functools
@@ -219,7 +219,8 @@ def _lanes(
             for each, pair in zip(longest, pairs, strict=True)
         ]
     else:
-        part = layer_sixteenths(longest, pairs) / 16
+        scaled = ([cost.scale * each for each in sizes] for sizes in (longest, pairs))
+        part = layer_sixteenths(*scaled) / 16
         lanes = [part * pair for pair in pairs]
     return [lane[..., None, None] for lane in lanes]
 

@@ -39,7 +39,8 @@ class LayerTimeline(NamedTuple):
 
     @property
     def ends(self) -> np.ndarray:
-        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine."""
+        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine. The layer is in
+        one piece."""
         before = max(self.attention.max(), self.transfer.max())
         exchange = self.exchange + self.gather.max()
         return np.cumsum([before, exchange, self.experts.sum(1).max(), exchange])

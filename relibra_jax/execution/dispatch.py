@@ -71,7 +71,7 @@ class Travelling(NamedTuple):
 def pack_tokens(
     values: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
 ) -> tuple[jax.Array, ...] | None:
-    """Gather what the first hop of `send_tokens` will send; None if the length of its lanes is not chosen yet."""
+    """Gather what the first hop of `send_tokens` will send, as `relibra_jax.execution.hop.pack` does."""
     if isinstance(dispatch, NodeDispatch):
         route = Route(dispatch.token, dispatch.place)
         return pack(exchanges[0], *_given(values, (route, route)))

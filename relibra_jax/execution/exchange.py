@@ -7,7 +7,8 @@ sends no sizes. There are four kinds:
   as long as the longest of any layer and micro-batch. The rows that a rank keeps are after its lanes, so that they make
   no lane longer.
 - ``fitted``: lanes of one of ten lengths, the least that suffices for the layer and micro-batch. All ranks know that
-  length beforehand, so that they choose the same all-to-all. One compiled program has all of them.
+  length beforehand, so that they choose the same all-to-all. One compiled program has all of them. Layers in pieces
+  choose once for all their exchanges, among four lengths (`relibra_jax.execution.pipeline`).
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
   is unproven. Tests cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.

@@ -87,7 +87,9 @@ def collect(
 def pack(
     exchange: Exchange, elements: tuple[jax.Array, ...], routes: tuple[Route, ...]
 ) -> tuple[jax.Array, ...] | None:
-    """Gather what `deliver` will send, so that it can be sent at any time; None if the length is not chosen yet.
+    """Gather what `deliver` will send, so that it can be sent at any time.
+
+    None if the length of lanes is not chosen yet, or there are no lanes.
 
     Args:
         exchange: the ranks, the kind and the buffer sizes of the exchange.

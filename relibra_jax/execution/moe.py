@@ -39,7 +39,9 @@ from relibra_jax.support.argument_types import checks_arguments
 class ExpertMlp(Protocol):
     """A function that computes the rows of one rank, for the arguments of `pallas_kernels.grouped_mlp`.
 
-    It runs inside `jax.shard_map`, so that it may compare ranks along the mesh axes ``node`` and ``local``.
+    It runs inside `jax.shard_map`, so that it may compare ranks along the mesh axes ``node`` and ``local``. The
+    backward pass calls it again for its gradients, so what it keeps for them is computed there. It may not close over
+    arrays that have gradients.
     """
 
     def __call__(

@@ -84,8 +84,8 @@ class ExpertParallel:
     batch would take longer so. Layers themselves take None for False."""
     pieces: int = 1
     """The number of pieces into which a layer splits the tokens of a rank (`relibra_jax.routing.pieces`). One piece
-    travels while the experts of another run, where XLA puts exchanges beside computation. A fitted exchange has
-    nothing beside it."""
+    travels while the experts of another run: both ways with a fitted exchange on GPUs, and only the way out with a
+    padded one. Capacities must suffice for every piece, whose plans are those of `relibra_jax.routing.pieces`."""
     across_nodes: bool = False
     """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None

@@ -115,11 +115,13 @@ def restored_way(numbers: Int[Array, "3"]) -> Way | None:
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
     """Return the shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 places for samples.
 
-    Micro-batches are counted in each group, and places in all groups together.
+    Micro-batches are counted in each group, and places in all groups together. If tokens travel in several
+    pieces, their number follows: ``4x64x2``.
     """
     micro_batches, *places = stage.assignment.sample.shape
     groups = math.prod(parallel.data_shape)
-    return f"{micro_batches // groups}x{math.prod(places) * groups}"
+    pieces = "" if parallel.pieces == 1 else f"x{parallel.pieces}"
+    return f"{micro_batches // groups}x{math.prod(places) * groups}{pieces}"
 
 
 def first_sizes(parallel: ExpertParallel) -> Capacities:

@@ -57,7 +57,7 @@ def lay_out_sequences(
         shape: the ``(r, T)`` of an earlier batch. It is kept if the samples fit and fill the sequences enough, so that
             compiled steps can be reused.
         align: the number of positions of whose multiples one is the start of each sample, and one the length of
-            sequences. It is G if layers are striped (`relibra_jax.routing.striping`).
+            sequences: `relibra_jax.execution.ExpertParallel.aligned_positions`.
 
     Returns:
         The layout. In each sequence the samples follow one another, apart from alignment, and padding comes last.
