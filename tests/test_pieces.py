@@ -15,7 +15,7 @@ from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BALANCE, BatchPlan, LayerPlan, Topology, layer_plans
 from relibra_jax.cost.batch_time import balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.cost.step_time import exposed_exchange, hop_times
+from relibra_jax.cost.step_time import RankTime, exposed_exchange, hop_times, layer_time
 from relibra_jax.cost.traffic import Sent, count_sent
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.nnx.balancer_state import count_sizes
@@ -121,16 +121,15 @@ def test_pieces_are_priced_by_what_is_beside_experts(replay):
     ):
         hidden = float(one.exchange - half.exchange)
         assert 0 < hidden < float(one.exchange), even
-        for part in ("attention", "compute", "gather", "exposed", "push", "rest"):
+        for part in ("attention", "gather", "exposed", "push", "rest"):
             assert getattr(one, part) == getattr(half, part)
-    with_choice, without = (
-        hop_times(
-            Sent(*(jnp.zeros((1, 1, 2, 2)),) * 3), TOPOLOGY, dataclasses.replace(BALANCE, **kinds, choice=8.0)
-        )
-        for kinds in ({"exchange": "fitted", "hierarchical": True, "pieces": pieces} for pieces in (2, 1))
-    )
-    assert [float(each.max()) for each in with_choice] == [4.0, 0.0]
-    assert [float(each.max()) for each in without] == [8.0, 8.0]
+        assert one.compute <= half.compute, "each piece fills tiles of its own"
+    for pieces, expected in ((1, 16.0), (2, 4.0)):
+        kinds = {"exchange": "fitted", "hierarchical": True, "pieces": pieces, "choice": 8.0}
+        price, nothing = dataclasses.replace(BALANCE, **kinds), jnp.zeros((1, 1, 2, 2))
+        hops = hop_times(Sent(*(nothing,) * 3), TOPOLOGY, price)
+        times = RankTime(*(nothing,) * 8)._replace(between=hops[0], inside=hops[1])
+        assert float(layer_time(times, price).exchange[0, 0]) == expected
 
 
 def test_pieces_with_a_fitted_exchange_send_one_part_of_all_lanes(replay):

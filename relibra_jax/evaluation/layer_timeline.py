@@ -39,7 +39,7 @@ class LayerTimeline(NamedTuple):
 
     @property
     def ends(self) -> np.ndarray:
-        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine. The layer is in
+        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine, in
         one piece."""
         before = max(self.attention.max(), self.transfer.max())
         exchange = self.exchange + self.gather.max()
