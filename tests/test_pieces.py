@@ -84,7 +84,7 @@ def test_split_quota_gives_every_slot_its_share_of_each_piece(seed, most):
 
 
 def test_buffers_of_pieces_are_sized_for_the_fullest(replay):
-    """The counts of crossing tokens add up, and no buffer is larger than that of the whole."""
+    """The counts of crossing tokens add up, and here no buffer is larger than that of the whole."""
     batch_plan = plan_of(replay, striped=True)
     mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
     whole, halves = (

@@ -218,6 +218,11 @@ def test_place_experts_names_the_numbers_of_bad_arguments(change, message):
         place(topology=SMALL, **arguments)
 
 
+def test_place_experts_rejects_boolean_steps():
+    with pytest.raises(TypeError, match="steps must be an integer or None, found True"):
+        place(np.ones((2, 2, 8), np.int32), in_order(2, 8), SMALL, steps=True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("nodes", "static", "bound"), [(2, 1.534, 1.022), (4, 2.120, 1.078)])
 def test_place_experts_balances_recorded_loads(shared, nodes, static, bound):

@@ -263,6 +263,11 @@ def test_replicate_experts_rejects_bad_options(options, message):
         replicate_experts(ONES, IN_ORDER, TOPOLOGY, **options)
 
 
+def test_replicate_experts_rejects_a_boolean_tile():
+    with pytest.raises(TypeError, match="tile must be an integer, found True"):
+        replicate_experts(ONES, IN_ORDER, TOPOLOGY, tile=True)
+
+
 @pytest.mark.parametrize("tolerance", [0.05, 0.5, 1e9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicate_domain_saves_replicas_within_the_tolerance(kind, tolerance):

@@ -164,6 +164,11 @@ def test_replay_from_rollout_names_a_start_that_does_not_fit(start, message):
         skipping(0, start=start, fill="live", live_routing=live(example()))
 
 
+def test_replay_from_rollout_rejects_a_boolean_start():
+    with pytest.raises(TypeError, match=r"start must be an integer, .*, found True"):
+        skipping(0, start=True, fill="live", live_routing=live(example()))
+
+
 @pytest.mark.parametrize(
     ("layout", "source"),
     [

@@ -151,9 +151,8 @@ def rank_time(
         ValueError: if ``visits`` does not fit the plans or the path.
     """
     quota = jnp.asarray(layer_plans.quota, jnp.float32)
-    tile = jnp.asarray(cost.tile, jnp.float32)
     # Every piece fills tiles of its own.
-    tile = cost.pieces * tile
+    tile = cost.pieces * jnp.asarray(cost.tile, jnp.float32)
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
     sent = count_sent(layer_plans, topology, cost, visits=visits)
     between, inside = hop_times(sent, topology, cost)
@@ -187,8 +186,8 @@ def hop_times(
         topology: the expert-parallel group.
         cost: the price.
     """
-    choice = cost.choice if cost.exchange == "fitted" else 0.0
-    fixed = cost.wait + choice if cost.pieces == 1 else cost.pieces * cost.wait
+    chooses = cost.exchange == "fitted" and cost.pieces == 1
+    fixed = cost.pieces * cost.wait + (cost.choice if chooses else 0.0)
     between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
     inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
     return jnp.asarray(between), jnp.asarray(inside)
@@ -243,20 +242,18 @@ def exposed_exchange(
     [4.0, 2.0, 1.0]
     [4.0, 3.0, 2.5]
     """
-    pieces, beside = cost.pieces, cost.exchange == "fitted"
+    pieces = cost.pieces
     if pieces == 1:
         return jnp.asarray(between + inside)
     cross, spread, experts = (jnp.asarray(part) / pieces for part in (between / 2, inside / 2, compute))
-    spread_ends, computed = [], [jnp.zeros_like(experts)]
+    arrived, computed = [], jnp.zeros_like(experts)
     for piece in range(pieces):
-        spread_ends.append(jnp.maximum(cross * (piece + 1), computed[-1]) + spread)
-        computed.append(spread_ends[-1] + experts)
-    between_free, inside_free = cross * pieces, spread_ends[-1]
-    for piece in range(pieces):
-        # The next piece spreads before this one returns inside the node.
-        ready = jnp.maximum(computed[piece + 1], spread_ends[min(piece + 1, pieces - 1)])
-        if not beside:
-            ready = computed[-1]
-        inside_free = ready + spread if piece == 0 else jnp.maximum(ready, inside_free) + spread
+        arrived.append(jnp.maximum(cross * (piece + 1), computed) + spread)
+        computed = arrived[-1] + experts
+    # A piece returns inside its node after the next one has spread there, and the last one after its experts.
+    returns = [*arrived[1:], computed] if cost.exchange == "fitted" else [computed] * pieces
+    between_free, inside_free = cross * pieces, jnp.zeros_like(experts)
+    for ready in returns:
+        inside_free = jnp.maximum(ready, inside_free) + spread
         between_free = jnp.maximum(inside_free, between_free) + cross
     return between_free - compute

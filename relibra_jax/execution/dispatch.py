@@ -72,10 +72,9 @@ def pack_tokens(
     values: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
 ) -> tuple[jax.Array, ...] | None:
     """Gather what the first hop of `send_tokens` will send, as `relibra_jax.execution.hop.pack` does."""
-    if isinstance(dispatch, NodeDispatch):
-        route = Route(dispatch.token, dispatch.place)
-        return pack(exchanges[0], *_given(values, (route, route)))
-    return pack(exchanges[-1], *_given(_flat(values), _routes(dispatch)))
+    if isinstance(dispatch, Dispatch):
+        values = _flat(values)
+    return pack(exchanges[0], *_given(values, _routes(dispatch)))
 
 
 def send_tokens(
@@ -93,9 +92,8 @@ def send_tokens(
         packed: what `pack_tokens` returned; None to pack them here.
     """
     if isinstance(dispatch, NodeDispatch):
-        route = Route(dispatch.token, dispatch.place)
         first = functools.partial(deliver, packed=packed)
-        values = _hop(first, exchanges[0], values, (route, route), dispatch.hop)
+        values = _hop(first, exchanges[0], values, _routes(dispatch), dispatch.hop)
         dispatch, packed = dispatch.inside, None
     last = functools.partial(deliver, packed=packed)
     return _hop(last, exchanges[-1], _flat(values), _routes(dispatch), dispatch.hop)
@@ -118,8 +116,7 @@ def return_tokens(
     if values.copy is not None:
         values = values._replace(copy=values.copy.reshape(last.place.shape))
     if isinstance(dispatch, NodeDispatch):
-        route = Route(dispatch.token, dispatch.place)
-        values = _hop(collect, exchanges[0], values, (route, route), dispatch.hop)
+        values = _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
     return values
 
 
@@ -237,8 +234,14 @@ def make_node_dispatch(
     return NodeDispatch(token, place, hop, spread), fits & between.fits(counts)
 
 
-def _routes(tables: Dispatch) -> tuple[Route, Route]:
-    """Return the routes of tokens and copies in the last hop, in which a token takes as many rows as it has copies."""
+def _routes(tables: Dispatch | NodeDispatch) -> tuple[Route, Route]:
+    """Return the routes of tokens and copies in the first hop of the tables.
+
+    Between nodes the copies of a token go with it. In the last hop a token takes as many rows as it has copies.
+    """
+    if isinstance(tables, NodeDispatch):
+        route = Route(tables.token, tables.place)
+        return route, route
     token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
     return Route(token, tables.place), Route(tables.copy, tables.place.reshape(-1, 1))
 

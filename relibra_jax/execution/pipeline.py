@@ -31,8 +31,7 @@ from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.routing.sizes import LAYER_SIXTEENTHS
 
 type Tables = Dispatch | NodeDispatch
-
-
+"""The tables of one piece."""
 type Compute = Callable[[jax.Array, Sequence[jax.Array], jax.Array, jax.Array], jax.Array]
 """A function of rows, weights, group sizes and row scales, as `relibra_jax.execution.moe.ExpertMlp`."""
 
