@@ -6,16 +6,18 @@ the fluctuations. Both use the true loads, which routing replay gives before the
 composes the two; pass options to either one with ``functools.partial``.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest, Replicate
 from relibra_jax.contract.types import Array, Plan, Topology
+from relibra_jax.planning.horizon import Savings, measure_savings
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.support.argument_types import checks_arguments
@@ -28,6 +30,18 @@ class RelibraState(NamedTuple):
     """The homes of this batch, from which the next placement starts."""
     key: PRNGKeyArray
     """The random key of the next search."""
+    savings: Savings
+    """What moves of experts have saved so far, which tells for how many batches a move pays."""
+
+    @classmethod
+    def at(cls, home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray) -> "RelibraState":
+        """Make the state of a planner that has seen no batch and starts at given homes."""
+        return cls(jnp.asarray(home, jnp.int32), key, Savings.of_no_moves(home, topology))
+
+    @property
+    def batches(self) -> Float[jax.Array, ""]:
+        """The number of batches among which the price of a move is divided."""
+        return self.savings.batches
 
 
 def keep_homes(
@@ -62,16 +76,18 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     """
 
     def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> RelibraState:
-        return RelibraState(contiguous_homes(topology, num_layers), key)
+        return RelibraState.at(contiguous_homes(topology, num_layers), topology, key=key)
 
     def reorder(
         request: PlanRequest, state: RelibraState, topology: Topology
     ) -> tuple[Placement, RelibraState]:
         check_load(request.load, topology)
         key, next_key = jax.random.split(state.key)
-        placement = place(request, state.home, topology, key=key)
+        savings = measure_savings(state.savings, state.home, request, topology)
+        price = dataclasses.replace(request.price, move=request.price.move / savings.batches)
+        placement = place(request._replace(price=price), state.home, topology, key=key)
         placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
-        return placement, RelibraState(placement.home, next_key)
+        return placement, RelibraState(placement.home, next_key, savings)
 
     def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
         placement, state = reorder(request, state, topology)

@@ -125,9 +125,10 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         start = _search_start(problem, latest.placement, number)
         stay = _Stay(staying, which % ways, best.stages[0].plan.home, latest.state) if stays else None
         stages, state = _plan_round(problem, assignments, start, stay)
-        seconds = price_stages(
-            stages, problem.batch, topology, problem.prices, previous_home=problem.previous_home
-        )
+        # A move serves several batches, each of which pays its part of it.
+        batches = getattr(state, "batches", 1.0)
+        prices = [dataclasses.replace(price, move=price.move / batches) for price in problem.prices]
+        seconds = price_stages(stages, problem.batch, topology, prices, previous_home=problem.previous_home)
         cheaper = functools.partial(jnp.where, seconds < best.seconds)
         after = _Latest(state, _next_placement(problem, stages, number), _assignments(stages))
         kept = functools.partial(jnp.where, staying)

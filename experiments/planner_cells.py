@@ -1,0 +1,206 @@
+"""``python -m experiments.planner_cells``: ReLibra beside every other planner, over a sample of settings.
+
+A *cell* is one setting: a trace, a number of tokens, ranks, slots, a path, and what planning may look at. The sample
+covers every pair of values, and is drawn with a seed. In each cell all planners plan the same two batches one after the
+other, and the second one is priced as it is sent: `relibra_jax.cost.batch_time` with the node visits of its tokens.
+Planners do not assign samples here.
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from experiments.program import run_program
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.types import RoutingReplay, Topology
+from relibra_jax.evaluation import Batching, Costs, PlannedBatch, make_setting
+from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_of_batch
+from relibra_jax.planning.batch import count_batch
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.support.atomic_write import write_json
+from relibra_jax.traces.bootstrap import bootstrap
+from relibra_jax.traces.read import NAMED_TRACES, read_trace
+from relibra_jax.traces.trace import Trace, make_trace, some_layers
+
+MICRO_BATCHES: Final = 4
+BATCHES: Final = 3
+LAYERS: Final = 3
+RIVALS: Final = tuple(name for name in PLANNERS if name != "relibra")
+
+
+class Cell(NamedTuple):
+    """One setting."""
+
+    trace: str
+    """A name of `NAMED_TRACES`, ``zipf-1``, ``zipf-2``, or ``one-hot``: all tokens use the same experts."""
+    tokens: int
+    """The number of tokens of a rank in a micro-batch."""
+    ranks: str
+    """Nodes x local ranks."""
+    replicas: int
+    """R, the number of replica slots of a rank."""
+    residents: int
+    """The number of resident slots of a rank."""
+    path: str
+    """``flat`` or ``hierarchical``."""
+    pieces: int
+    """The number of pieces in which tokens travel; with one, nothing overlaps."""
+    sees: str
+    """What is planned from: ``routes`` or ``loads`` alone."""
+
+
+VALUES: Final = Cell(
+    (*NAMED_TRACES, "zipf-1", "zipf-2", "one-hot"),
+    (64, 1024, 4096, 16384),
+    ("1x8", "2x4", "4x4", "2x8", "4x8", "8x8"),
+    (0, 1, 2),
+    (0, 1),
+    ("flat", "hierarchical"),
+    (1, 2),
+    ("routes", "loads"),
+)  # type: ignore[arg-type]
+"""The values of every field of a cell."""
+
+
+def draw_cells(count: int, *, seed: int = 0) -> list[Cell]:
+    """Draw cells that cover all pairs of values of two fields early.
+
+    Args:
+        count: the number of cells.
+        seed: the seed of the draw.
+
+    >>> len(set(draw_cells(20)))
+    20
+    """
+    rng = np.random.default_rng(seed)
+    fields: list[tuple] = list(VALUES)
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(fields)), 2)
+        for a, b in itertools.product(fields[i], fields[j])
+    }
+
+    def pairs(cell: Cell) -> set[tuple]:
+        return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(fields)), 2)}
+
+    cells: list[Cell] = []
+    while len(cells) < count:
+        options = [Cell(*(values[rng.integers(len(values))] for values in fields)) for _ in range(100)]
+        best = max(options, key=lambda cell: len(pairs(cell) & missing))
+        if best not in cells:
+            cells.append(best)
+            missing -= pairs(best)
+    return cells
+
+
+@functools.lru_cache(maxsize=4)
+def _trace(name: str) -> Trace:
+    if name.startswith("zipf"):
+        return synthetic_trace(layers=LAYERS, skew=float(name.removeprefix("zipf-")))
+    if name == "one-hot":
+        ids = np.broadcast_to(np.arange(4, dtype=np.uint8), (256, 64, LAYERS, 4)).copy()
+        return make_trace(RoutingReplay(ids, np.ones((256, 64), bool)), 32, name)
+    return some_layers(read_trace(name), LAYERS)
+
+
+def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
+    """Return the modelled seconds of a cell's second batch under the plans of some planners, by name.
+
+    Args:
+        cell: the setting.
+        planners: names in `PLANNERS`. ``balanced`` is added: a run in which nothing is uneven.
+    """
+    nodes, local = map(int, cell.ranks.split("x"))
+    trace = _trace(cell.trace)
+    ranks, samples = nodes * local, 2 * nodes * local * MICRO_BATCHES
+    experts = -(-trace.num_experts // ranks) * ranks
+    topology = Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=experts,
+        replica_slots=cell.replicas,
+        resident_slots=cell.residents,
+    )
+    if len(trace.replay.mask) < BATCHES * samples:
+        trace = bootstrap(trace, BATCHES * samples, seed=0)
+    setting = make_setting(
+        trace,
+        topology,
+        batching=Batching(batch_size=samples, micro_batches=MICRO_BATCHES),
+        cost=Costs(tokens_per_rank=float(cell.tokens), dispatch=cell.path),
+    )
+    cost_model = dataclasses.replace(setting.cost_model, pieces=cell.pieces)
+    price = cost_model.price(topology)
+    seconds: dict[str, float] = {}
+    for name in planners:
+        entry = PLANNERS[name]
+        planner_key, key = jax.random.split(jax.random.key(0))
+        state: Any = entry.planner.init(topology, LAYERS, key=planner_key)
+        home: Any = contiguous_homes(topology, LAYERS)
+        for replay in setting.batches.replays[:BATCHES]:
+            before = home
+            batch = count_batch(
+                replay,
+                topology,
+                with_routes=cell.sees == "routes",
+                with_transitions=entry.planner.uses_transitions,
+            )
+            batch_plan, state = plan_batch(
+                batch, entry.planner, state, topology, stages=MICRO_BATCHES, cost=price, key=key
+            )
+            home = batch_plan.plan.home
+        no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
+        planned = PlannedBatch(replay, batch_plan, before, no_errors)
+        time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
+        seconds[name] = float(time.total)
+    seconds["balanced"] = float(time_of_balanced(planned, topology, price).total)
+    return seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerCells:
+    """Compare ReLibra with every other planner over a sample of settings."""
+
+    cells: int = 200
+    """The number of cells."""
+    first: int = 0
+    """The first cell to run; those before it are drawn and skipped."""
+    seed: int = 0
+    """The seed of the sample."""
+    rivals: tuple[str, ...] = RIVALS
+    """The other planners."""
+    record: Path | None = None
+    """The JSON file for the numbers. None writes no file."""
+
+
+def main(config: PlannerCells) -> int:
+    table = Table("cell", "relibra / best", "best", "balanced / relibra")
+    records = []
+    for number, cell in enumerate(track(draw_cells(config.cells, seed=config.seed), disable=True)):
+        if number < config.first:
+            continue
+        seconds = run_cell(cell, ("relibra", *config.rivals))
+        records.append({**cell._asdict(), "seconds": seconds})
+        best = min(config.rivals, key=lambda name: seconds[name])
+        ratio = seconds["relibra"] / seconds[best]
+        print(number, " ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.3f}", flush=True)
+        table.add_row(" ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.1%}")
+        if config.record:
+            write_json(config.record, records)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, PlannerCells))
