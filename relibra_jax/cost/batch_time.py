@@ -82,6 +82,7 @@ def batch_time(
     visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
     sequence_length: Float[Array, ""] | float | None = None,
+    pairs: Num[Array, "M L N G N G"] | None = None,
 ) -> BatchTime:
     """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
 
@@ -97,6 +98,7 @@ def batch_time(
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
         sequence_length: T, the number of positions of a padded sequence, as in
             `relibra_jax.cost.step_time.attention_time`.
+        pairs: an estimate of the token copies that each rank sends to each rank. None counts them.
 
     Raises:
         ValueError: if shapes do not fit the topology or each other, ``visits`` does not fit the path, or M does not
@@ -111,7 +113,7 @@ def batch_time(
     attention, positions = attention_time(
         batch_plan.assignment, lengths, cost, sequence_length=sequence_length
     )
-    ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits)
+    ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits, pairs=pairs)
     push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
     if previous_home is not None:

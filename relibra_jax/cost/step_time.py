@@ -133,6 +133,7 @@ def rank_time(
     cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
+    pairs: Num[Array, "M L N G N G"] | None = None,
 ) -> RankTime:
     """Model the time of every rank under a plan.
 
@@ -143,6 +144,7 @@ def rank_time(
         cost: the price.
         visits: the number of distinct tokens that each rank sends to each node, for hierarchical dispatch; see
             `relibra_jax.cost.traffic.count_traffic`. None for flat dispatch.
+        pairs: an estimate of the token copies that each rank sends to each rank. None counts them.
 
     Returns:
         The times in seconds.
@@ -154,7 +156,7 @@ def rank_time(
     # Every piece fills tiles of its own.
     tile = cost.pieces * jnp.asarray(cost.tile, jnp.float32)
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
-    sent = count_sent(layer_plans, topology, cost, visits=visits)
+    sent = count_sent(layer_plans, topology, cost, visits=visits, pairs=pairs)
     between, inside = hop_times(sent, topology, cost)
     if not cost.hierarchical:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)

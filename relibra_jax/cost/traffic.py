@@ -131,6 +131,7 @@ def count_sent(
     cost: Price,
     *,
     visits: Num[Array, "M L P N"] | None = None,
+    pairs: Num[Array, "M L N G N G"] | None = None,
 ) -> Sent:
     """Count the rows that the exchanges of dispatch send as they run.
 
@@ -140,6 +141,7 @@ def count_sent(
         topology: the expert-parallel group.
         cost: the kinds of the exchanges, and the number of rows for which one counted row stands.
         visits: the tokens that each rank sends to each node, for hierarchical dispatch; None for flat dispatch.
+        pairs: an estimate of the token copies that each rank sends to each rank. None counts them.
 
     Returns:
         The rows ``[M, L, N, G]``, in the unit of the plans.
@@ -156,15 +158,17 @@ def count_sent(
         """Return the buffer for the most rows of any rank, layer and micro-batch."""
         return padded_rows(jnp.max(rows) * cost.scale, spare_room=cost.spare_room) / cost.scale
 
+    sent = _count_pairs(plans, topology) if pairs is None else jnp.asarray(pairs)
     if visits is None:
-        return _flat_sent(plans, topology, cost, room)
-    return _hierarchical_sent(plans, topology, cost, room, visits)
+        return _flat_sent(plans, topology, cost, room, sent)
+    return _hierarchical_sent(plans, topology, cost, room, sent, visits)
 
 
-def _flat_sent(plans: LayerPlan, topology: Topology, cost: Price, room: Callable[[Array], jax.Array]) -> Sent:
+def _flat_sent(
+    plans: LayerPlan, topology: Topology, cost: Price, room: Callable[[Array], jax.Array], pairs: jax.Array
+) -> Sent:
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
-    pairs = _count_pairs(plans, topology)
     if cost.exchange == "ragged":
         traffic = _flat_traffic(pairs)
         slow, fast = busier_way(traffic, shared_link=cost.shared_link)
@@ -183,10 +187,11 @@ def _hierarchical_sent(
     topology: Topology,
     cost: Price,
     room: Callable[[Array], jax.Array],
+    pairs: jax.Array,
     visits: Num[Array, "M L P N"],
 ) -> Sent:
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    slots, pairs = room(plans.quota.sum(-1)), _count_pairs(plans, topology)
+    slots = room(plans.quota.sum(-1))
     traffic = _hierarchical_traffic(pairs, visits, topology)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     arrived = room(jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2))
@@ -270,7 +275,7 @@ def _flat_lanes(pairs: Array, topology: Topology) -> Num[Array, "M L"]:
     return jnp.where(own, 0, flat).max((2, 3))
 
 
-def _flat_traffic(pairs: Int[Array, "M L N G N G"]) -> Traffic:
+def _flat_traffic(pairs: Num[Array, "M L N G N G"]) -> Traffic:
     """Count the traffic of flat dispatch from the copies that ranks send to ranks."""
     nodes, local = pairs.shape[2:4]
     same_node = np.eye(nodes, dtype=bool)[None, None, :, None, :, None]

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import Array, Topology
+from relibra_jax.cost.copies import reorder_time
 
 FIRST: Final = 0.75
 """The share of a saving that is taken to be kept before any was measured: a move pays for four batches."""
@@ -70,12 +71,14 @@ def measure_savings(
         before, after = (_seconds(supply, homes, request, topology) for homes in (savings.home, home))
         return before - after
 
-    promised = saved(jnp.asarray(savings.supply))
+    # Moves were made because they promised to save what they cost, whatever is estimated here.
+    paid = reorder_time(home, savings.home, topology, request.price) / savings.batches
+    promised = jnp.maximum(saved(jnp.asarray(savings.supply)), paid)
     memory = jnp.where(promised > 0, MEMORY, 1.0)
     return Savings(
         jnp.asarray(home, jnp.int32),
         supply,
-        memory * savings.promised + jnp.maximum(promised, 0.0),
+        memory * savings.promised + promised,
         memory * savings.kept + jnp.where(promised > 0, saved(supply), 0.0),
     )
 

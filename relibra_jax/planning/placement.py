@@ -30,6 +30,7 @@ from relibra_jax.planning.node_placement import (
     place_on_nodes,
     relative_prices,
 )
+from relibra_jax.planning.portfolio import keep_slots
 from relibra_jax.planning.residents import residents_on_ranks
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
@@ -172,7 +173,7 @@ def _place_nodes_in_time(
         prices=view.prices,
         hierarchical=request.price.hierarchical,
     )
-    return jax.vmap(_keep_slots, (1, 0, None))(home_node, view.previous, per_node), resident
+    return jax.vmap(keep_slots, (1, 0, None))(home_node, view.previous, per_node), resident
 
 
 def _place_level(
@@ -199,7 +200,7 @@ def _place_level(
     new_bin = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
     new_bin = (new_bin + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
     new_bin = jnp.take_along_axis(new_bin, home, axis=-1)
-    return jax.vmap(_keep_slots, (0, 0, None))(new_bin, view.previous, size)
+    return jax.vmap(keep_slots, (0, 0, None))(new_bin, view.previous, size)
 
 
 def _check(load, home, topology: Topology, steps: int) -> None:
@@ -240,10 +241,3 @@ def _fill_bins(load, previous, home, crossing, domains, bins, move):
     item = jnp.tile(jnp.arange(size, dtype=jnp.int32)[:, None], (1, domains * layers))
     return Bins(share, cost, item)
 
-
-def _keep_slots(new_bin, previous_home, size):
-    """Choose slots in one layer: an expert that stays in its bin keeps its slot, the others fill the free slots."""
-    stays = previous_home // size == new_bin
-    free = jnp.argsort(jnp.zeros_like(stays).at[previous_home].set(stays), stable=True).astype(jnp.int32)
-    movers = jnp.argsort(jnp.where(stays, new_bin.size, new_bin), stable=True)
-    return jnp.where(stays, previous_home, jnp.zeros_like(previous_home).at[movers].set(free))

@@ -1,30 +1,41 @@
-"""The price of a batch's plans while they are searched: modelled time, estimated from sampled tokens and layers.
+"""The price of a batch's plans while they are searched: modelled time, estimated from sampled tokens.
 
-`relibra_jax.cost.batch_time` prices a plan exactly if it gets exact node visits, whose count takes much longer than a
-plan. Here visits are estimated from the sampled tokens that the search itself uses, sample by sample, and only
-`PRICED_LAYERS` layers are priced.
+`relibra_jax.cost.batch_time` prices a plan exactly if it gets exact node visits and counts the copies between ranks,
+which takes much longer than a plan. Here both are estimated (`relibra_jax.planning.visit_estimates`,
+`relibra_jax.planning.even_pairs`), for at most `PRICED` micro-batches.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.contract.plan import resident_experts
-from relibra_jax.contract.planner import Placement
 from relibra_jax.contract.replay import assigned_load
-from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, Topology
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time
+from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.planning.batch import Batch
-from relibra_jax.planning.sample_crossings import crossings_by_node
+from relibra_jax.planning.even_pairs import even_pairs
+from relibra_jax.planning.visit_estimates import estimate_visits
 from relibra_jax.routing.striping import split_evenly
 
-PRICED_LAYERS: Final = 12
-"""The most layers that are priced, evenly spaced."""
+PRICED: Final = 8
+"""The most micro-batches of a data-parallel group that are priced, evenly spaced."""
+
+
+class StagePrice(NamedTuple):
+    """The modelled seconds of a batch under the plans of its stages."""
+
+    total: Float[jax.Array, ""]
+    """All seconds."""
+    by_layer: Float[jax.Array, " L"]
+    """The seconds that depend on the plan of each layer. Their sum is above the total of pushes, which layers share,
+    and without what all plans have in common."""
 
 
 def price_stages(
@@ -34,7 +45,7 @@ def price_stages(
     prices: Sequence[Price],
     *,
     previous_home: Int[Array, "L E"] | None,
-) -> Float[jax.Array, ""]:
+) -> StagePrice:
     """Estimate the modelled seconds of a batch under the plans of its stages. Works under jit.
 
     Args:
@@ -45,25 +56,51 @@ def price_stages(
         previous_home: flat home slot of each expert before the batch. None counts no moves.
 
     Returns:
-        The seconds of the priced layers, in proportion to those of all layers.
+        The seconds, those of micro-batches in proportion to the priced ones.
     """
     layers = len(stages[0].plan.home)
-    chosen = np.unique(np.linspace(0, layers - 1, min(layers, PRICED_LAYERS)).round().astype(int))
-    some = _take_layers(batch, chosen)
-    home = None if previous_home is None else jnp.asarray(previous_home)[chosen]
-    seconds = jnp.zeros((), jnp.float32)
+    total, by_layer = jnp.zeros((), jnp.float32), jnp.zeros(layers, jnp.float32)
     for number, (stage, price) in enumerate(zip(stages, prices, strict=True)):
-        plan = stage.plan._replace(
-            slot_expert=stage.plan.slot_expert[:, chosen],
-            home=stage.plan.home[chosen],
-            quota=stage.plan.quota[:, chosen],
-        )
-        stage_plan = BatchPlan(stage.assignment, stage.load[:, chosen], plan)
-        before = home if number == 0 else None
-        seconds += estimate_time(stage_plan, some, topology, price, previous_home=before).total.astype(
-            jnp.float32
-        )
-    return seconds
+        home = previous_home if number == 0 else None
+        price_of_stage = _price_stage(stage, batch, topology, price, home)
+        total, by_layer = total + price_of_stage.total, by_layer + price_of_stage.by_layer
+    return StagePrice(total, by_layer)
+
+
+def _price_stage(
+    stage: BatchPlan, batch: Batch, topology: Topology, price: Price, home: Int[Array, "L E"] | None
+) -> StagePrice:
+    some, factor = _some_micro_batches(stage, price.data_parallel)
+    visits = estimate_visits(batch, some, topology, striped=price.striped) if price.hierarchical else None
+    plans = some.layer_plans()
+    pairs = even_pairs(plans, topology)
+    # Lengths of the fullest rank are those of the whole stage.
+    attention, positions = attention_time(
+        stage.assignment, batch.lengths, price, sequence_length=batch.sequence_length
+    )
+    attention = attention[_chosen(len(attention), price.data_parallel)]
+    ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=pairs)
+    seconds = layer_time(ranks, price).total * factor  # [M L]
+    by_group = seconds.reshape(price.data_parallel, -1, seconds.shape[1]).sum(1)
+    plan, micro_batches = some.plan, len(stage.load) // price.data_parallel
+    layers = len(plan.home)
+    rest = layers * (price.head * positions * micro_batches + price.update)
+    total = by_group.sum(1).max() + push_time(plan, topology, price) + rest
+    by_layer = by_group.mean(0)
+    one_layer = plan._replace(
+        slot_expert=jnp.asarray(plan.slot_expert)[:1].swapaxes(0, 1)[:, :, None],
+        home=jnp.asarray(plan.home)[:, None],
+        quota=jnp.asarray(plan.quota)[:1].swapaxes(0, 1)[:, :, None],
+    )
+    by_layer += jax.vmap(lambda plan: push_time(plan, topology, price))(one_layer)
+    if home is not None:
+
+        def reorder(new: jax.Array, old: jax.Array) -> jax.Array:
+            return reorder_time(new[None], old[None], topology, price)
+
+        moves = jax.vmap(reorder)(jnp.asarray(plan.home), jnp.asarray(home))
+        total, by_layer = total + moves.sum(), by_layer + moves
+    return StagePrice(jnp.asarray(total, jnp.float32), by_layer.astype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames="topology")
@@ -77,7 +114,7 @@ def price_unloaded(
     loads = [assigned_load(batch.sample_load, stage.assignment) for stage in stages]
     loads = [split_evenly(load) if prices[0].striped else load for load in loads]
     stages = [stage._replace(load=load) for stage, load in zip(stages, loads, strict=True)]
-    return price_stages(stages, batch, topology, prices, previous_home=None)
+    return price_stages(stages, batch, topology, prices, previous_home=None).total
 
 
 def estimate_time(
@@ -100,84 +137,29 @@ def estimate_time(
     Returns:
         The modelled time (`relibra_jax.cost.batch_time.batch_time`).
     """
+    visits = estimate_visits(batch, batch_plan, topology, striped=price.striped) if price.hierarchical else None
     return batch_time(
         batch_plan,
         batch.lengths,
         topology,
         price,
-        visits=_estimate_visits(batch, batch_plan, topology, price.striped) if price.hierarchical else None,
+        visits=visits,
         previous_home=previous_home,
         sequence_length=batch.sequence_length,
+        pairs=even_pairs(batch_plan.layer_plans(), topology),
     )
 
 
-def _mean_of_nodes(counts: Float[jax.Array, "M P ..."], topology: Topology) -> Float[jax.Array, "M P ..."]:
-    """Return the mean over the ranks of each node, for each of them."""
-    by_node = counts.reshape(len(counts), topology.num_nodes, topology.ranks_per_node, *counts.shape[2:])
-    return jnp.broadcast_to(by_node.mean(2, keepdims=True), by_node.shape).reshape(counts.shape)
+def _chosen(micro_batches: int, groups: int) -> Int[np.ndarray, " some"]:
+    """Return the micro-batches that are priced: equally many of each data-parallel group."""
+    each = micro_batches // groups
+    some = np.unique(np.linspace(0, each - 1, min(each, PRICED)).round().astype(int))
+    return (np.arange(groups)[:, None] * each + some).ravel()
 
 
-def _estimate_visits(
-    batch: Batch, batch_plan: BatchPlan, topology: Topology, striped: bool
-) -> Float[jax.Array, "M L P N"]:
-    """Estimate the tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits` counts them.
-
-    Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
-    quotas of a node with a resident leave it, and count where their token would not have gone anyway. Without sampled
-    routes every copy counts as a token.
-    """
-    plan, layers = batch_plan.plan, len(batch_plan.plan.home)
-    placement = Placement(plan.home, resident_experts(plan, topology))
-    by_sample = crossings_by_node(
-        batch, placement, topology, hierarchical=True, groups=layers
-    )  # [B N N L]; the sum over layers is a mean
-    if batch.routes is None and layers:
-        top_k = batch.sample_load[:, 0].sum() / jnp.maximum(batch.lengths.sum(), 1)
-        by_sample *= top_k
-    by_sample = jnp.pad(by_sample * layers, ((0, 1), (0, 0), (0, 0), (0, 0)))
-    lengths = jnp.append(jnp.asarray(batch.lengths, jnp.float32), 0)
-    sample = jnp.asarray(batch_plan.assignment.sample)
-    sample = jnp.where(sample == EMPTY, len(lengths) - 1, sample)
-    nodes, local = topology.num_nodes, topology.ranks_per_node
-    on_node = sample.reshape(len(sample), nodes, -1)
-    visits = by_sample[on_node, jnp.arange(nodes)[None, :, None]]  # [M N G*b N L]
-    visits = visits.reshape(len(sample), nodes * local, -1, nodes, layers).sum(2)
-    own = lengths[sample].sum(-1).reshape(len(sample), nodes * local)
-    if striped:
-        own, visits = (_mean_of_nodes(each, topology) for each in (own, visits))
-    stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, :, :, None]
-    visits = jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
-    if not topology.resident_slots:
-        return visits
-    elsewhere = 1 - visits / jnp.maximum(own, 1)[:, None, :, None]
-    return visits + jnp.maximum(elsewhere, 0) * _overflow(batch_plan, topology)
-
-
-def _overflow(batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
-    """Count the token copies that leave a node that holds their expert, because its quotas there are too small."""
-    load = jnp.asarray(batch_plan.load, jnp.float32)
-    plan, experts = batch_plan.plan, topology.num_experts
-    micro_batches, layers, nodes, local, _ = load.shape
-    slot_expert = jnp.asarray(plan.slot_expert).reshape(micro_batches, layers, nodes, -1)
-    quota = jnp.asarray(plan.quota, jnp.float32).reshape(slot_expert.shape)
-    index = jnp.where(slot_expert == EMPTY, experts, slot_expert)
-    place = tuple(jnp.ogrid[:micro_batches, :layers, :nodes])
-    place = tuple(axis[..., None] for axis in place)
-    served = (
-        jnp.zeros((micro_batches, layers, nodes, experts + 1), jnp.float32).at[(*place, index)].add(quota)
-    )
-    held = jnp.zeros(served.shape, bool).at[(*place, index)].set(True)[..., :experts]
-    served, supply = served[..., :experts], load.sum(3)
-    excess = jnp.where(held, jnp.maximum(supply - served, 0), 0)
-    free = jnp.maximum(served - supply, 0)
-    target = free / jnp.maximum(free.sum(2, keepdims=True), 1)
-    by_rank = load * (excess / jnp.maximum(supply, 1))[:, :, :, None]
-    leaving = jnp.einsum("mlnge,mlke->mlngk", by_rank, target)
-    return leaving.reshape(micro_batches, layers, nodes * local, nodes)
-
-
-def _take_layers(batch: Batch, chosen: Int[np.ndarray, " some"]) -> Batch:
-    routes = batch.routes
-    if routes is not None:
-        routes = routes._replace(expert_ids=jnp.asarray(routes.expert_ids)[:, chosen])
-    return batch._replace(sample_load=batch.sample_load[:, chosen], routes=routes)
+def _some_micro_batches(stage: BatchPlan, groups: int) -> tuple[BatchPlan, float]:
+    """Return a stage with the priced micro-batches alone, and the number for which each of them stands."""
+    chosen, plan = _chosen(len(stage.load), groups), stage.plan
+    plan = plan._replace(slot_expert=plan.slot_expert[chosen], quota=plan.quota[chosen])
+    assignment = Assignment(jnp.asarray(stage.assignment.sample)[chosen])
+    return BatchPlan(assignment, stage.load[chosen], plan), len(stage.load) / len(chosen)

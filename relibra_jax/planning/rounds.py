@@ -23,7 +23,8 @@ from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.batch import Batch
-from relibra_jax.planning.plan_price import price_stages
+from relibra_jax.planning.plan_price import StagePrice, price_stages
+from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
 from relibra_jax.routing.striping import split_evenly
@@ -86,9 +87,9 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
 
     The plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds is returned. For a planner with
-    ``reorder`` and ``replicate``, and where transfers are paid for, it also costs no more than to leave the experts at
-    their homes, with or without replicas, to bring them to contiguous homes, or to do without residents, each under the
-    first and under the best assignment.
+    ``reorder`` and ``replicate``, and where transfers are paid for, every layer then gets the cheapest of several homes
+    (`relibra_jax.planning.portfolio`) under the best assignment; so the plan costs no more than to leave the experts
+    where they are, with or without replicas, under the first or under the best assignment.
 
     From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
     experts at nearly equal balance (``python -m experiments.bench_warm_start``).
@@ -99,52 +100,93 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     Returns:
         The batch plan of each stage, and the planner's state after the batch.
     """
-    rounds, topology = problem.rounds, problem.topology
+    rounds = problem.rounds
     if not rounds and not problem.can_stay:
         return _plan_round(problem, problem.starts, None if problem.start is None else problem.start.home)
 
     # One loop compiles placement, replication, the assignment of each stage and the price only once.
     first = int(bool(rounds) and problem.start is not None)
-    ways = 3 + bool(topology.resident_slots)  # of doing less, as `_stay` has them
-    stays = ways * (1 + bool(rounds)) if problem.can_stay else 0
+    trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
     stages, _ = jax.eval_shape(functools.partial(_plan_round, problem), starts, problem.no_homes)
     blank = jax.tree.map(jnp.zeros_like, stages)
-    nothing = _Best(blank, problem.state, jnp.float32(jnp.inf))
+    worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
+    nothing = _Best(blank, problem.state, worst)
 
-    def body(number, carry: tuple[_Best, _Latest]) -> tuple[_Best, _Latest]:
-        best, latest = carry
-        staying, which = number > rounds, number - rounds - 1
+    def body(number, carry: tuple[_Best, _Best, _Latest]) -> tuple[_Best, _Best, _Latest]:
+        best, merged, latest = carry
+        trial = jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
+        tries = number > rounds
         assignments = starts
         if rounds:
-            under_best = staying & (which >= ways)
+            under_best = tries & (True if trial is None else ~trial.first_assignment)
             given = jax.tree.map(functools.partial(jnp.where, under_best), _assignments(best.stages), starts)
             assign = functools.partial(_assign_stages, problem)
-            inputs = ((number == 0) | staying, lambda *_: given, assign, latest.placement, latest.assignments)
+            inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        stay = _Stay(staying, which % ways, best.stages[0].plan.home, latest.state) if stays else None
+        stay = None if trial is None else _Stay(tries, trial, best.stages[0].plan.home, latest.state)
         stages, state = _plan_round(problem, assignments, start, stay)
+        if trial is not None:
+            whole = tries & trial.is_merged
+            merged_state = latest.state._replace(home=merged.stages[0].plan.home)
+            stages, state = jax.tree.map(
+                functools.partial(jnp.where, whole), (merged.stages, merged_state), (stages, state)
+            )
         # A move serves several batches, each of which pays its part of it.
         batches = getattr(state, "batches", 1.0)
         prices = [dataclasses.replace(price, move=price.move / batches) for price in problem.prices]
-        seconds = price_stages(stages, problem.batch, topology, prices, previous_home=problem.previous_home)
-        cheaper = functools.partial(jnp.where, seconds < best.seconds)
+        price = price_stages(
+            stages, problem.batch, problem.topology, prices, previous_home=problem.previous_home
+        )
+        plan = _Best(stages, state, price)
+        if trial is not None:
+            merged = _merge(plan, best, merged, trial, tries)
+        # Of the trials, only merged plans are compared as a whole.
+        cheaper = (price.total < best.price.total) & (~tries | (trial is not None and trial.is_merged))
         after = _Latest(state, _next_placement(problem, stages, number), _assignments(stages))
-        kept = functools.partial(jnp.where, staying)
-        return jax.tree.map(cheaper, _Best(stages, state, seconds), best), jax.tree.map(kept, latest, after)
+        kept = functools.partial(jnp.where, tries)
+        best = jax.tree.map(functools.partial(jnp.where, cheaper), plan, best)
+        return best, merged, jax.tree.map(kept, latest, after)
 
     latest = _Latest(problem.state, _first_placement(problem, blank), starts)
-    best, _ = jax.lax.fori_loop(first, rounds + 1 + stays, body, (nothing, latest))
+    stop = rounds + 1 + len(trials)
+    best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing, latest))
     return best.stages, best.state
 
 
 class _Best(NamedTuple):
-    """The cheapest plan so far."""
+    """A plan with its price: the cheapest so far, or the one that is merged from the trials."""
 
     stages: tuple[BatchPlan, ...]
     state: Any
-    seconds: Float[jax.Array, ""]
+    price: StagePrice
+
+
+def _merge(plan: _Best, best: _Best, merged: _Best, trial: Trial, tries: Array) -> _Best:
+    """Take the layers of a trial's plan that cost less than those of the plan that is merged so far."""
+    begins = trial.begins & tries
+    # Under the best assignment, with replicas, the trials begin with the best plan.
+    from_best = begins & ~trial.first_assignment & ~trial.bare
+    none = merged.price.by_layer * 0 + jnp.inf
+    old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, none, merged.price.by_layer))
+    old_plans = jax.tree.map(
+        functools.partial(jnp.where, from_best), best.stages, merged.stages
+    )
+    wins = (plan.price.by_layer < old) & ~trial.is_merged
+
+    def pick(new: BatchPlan, old: BatchPlan) -> BatchPlan:
+        by_layer = wins[None, :, None, None, None]
+        slots, quotas = (
+            jnp.where(by_layer, *each)
+            for each in ((new.plan.slot_expert, old.plan.slot_expert), (new.plan.quota, old.plan.quota))
+        )
+        home = jnp.where(wins[:, None], new.plan.home, old.plan.home)
+        return BatchPlan(new.assignment, new.load, Plan(slots, home, quotas))
+
+    stages = tuple(map(pick, plan.stages, old_plans))
+    by_layer = jnp.where(wins, plan.price.by_layer, old)
+    return _Best(stages, plan.state, StagePrice(plan.price.total, by_layer))
 
 
 class _Latest(NamedTuple):
@@ -187,12 +229,11 @@ def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array
 
 
 class _Stay(NamedTuple):
-    """A plan without a search and without residents, in one of four ways."""
+    """A plan without a search and without residents, as a trial says."""
 
     chosen: Array
     """Whether the round makes this plan. Otherwise it searches."""
-    way: Array
-    """The previous homes with replicas (0) or without (1), contiguous homes (2), or the best homes (3)."""
+    trial: Trial
     best_home: Int[Array, "L E"]
     state: Any
     """The planner's state, whose homes become those of the plan."""
@@ -215,20 +256,19 @@ def _plan_round(
     assert planner.reorder is not None
     assert planner.replicate is not None
     search = functools.partial(planner.reorder, request, problem.state, topology)
-    placement, state = jax.lax.cond(stay.chosen, lambda: _stay(problem, stay), search)
+    placement, state = jax.lax.cond(stay.chosen, lambda: _stay(problem, stay, request), search)
     replicate = functools.partial(planner.replicate, request, placement, topology)
     bare = functools.partial(without_replicas, request.by_expert, placement.home, topology)
-    plan = jax.lax.cond(stay.chosen & (stay.way == 1), bare, replicate)
+    plan = jax.lax.cond(stay.chosen & stay.trial.bare, bare, replicate)
     return _split_stages(assignments, loads, plan), state
 
 
-def _stay(problem: Problem, stay: _Stay) -> tuple[Placement, Any]:
+def _stay(problem: Problem, stay: _Stay, request: PlanRequest) -> tuple[Placement, Any]:
     """Return the homes of a plan without a search, and the planner's state with them."""
-    before, topology = problem.previous_home, problem.topology
+    before = problem.previous_home
     assert before is not None
-    contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
-    home = jnp.stack([before, before, contiguous, stay.best_home])[stay.way]
-    return Placement.without_residents(home, topology), stay.state._replace(home=home)
+    home = homes_of(stay.trial, before, stay.best_home, request, problem.topology)
+    return Placement.without_residents(home, problem.topology), stay.state._replace(home=home)
 
 
 def _request(

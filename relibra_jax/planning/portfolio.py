@@ -1,0 +1,146 @@
+"""The homes among which every layer chooses by the clock after the search: a portfolio of at most four.
+
+They are the homes of the batch before, contiguous homes, the homes of the search without its residents, and homes that
+are packed anew, heaviest expert first, as systems do that never move an expert again (EPLB, LAER-MoE, MoonEP). The
+search moves one expert at a time, and each of its moves has to pay for itself; packed homes pay all together or not.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.planner import PlanRequest
+from relibra_jax.contract.types import Array, Topology
+
+SEARCHED, BEFORE, CONTIGUOUS, PACKED = range(4)
+
+
+class Trial(NamedTuple):
+    """A plan that is tried after the search, under the best or the first assignment of samples."""
+
+    home: Array
+    """`SEARCHED`, `BEFORE`, `CONTIGUOUS` or `PACKED`."""
+    bare: Array
+    """Whether there are no replicas. Ranks then need not meet to fetch them, so all layers go without."""
+    first_assignment: Array
+    """Whether samples are assigned as the rounds began; otherwise as in the best plan."""
+    begins: Array
+    """Whether the trials of a merged plan begin: each layer of it takes the cheapest trial."""
+    is_merged: Array
+    """Whether the plan is the merged one, which is compared with the best plan as a whole."""
+
+
+def list_trials(*, assigned: bool) -> tuple[Trial, ...]:
+    """Return the trials of a batch in their order.
+
+    Args:
+        assigned: whether the best assignment of samples may differ from the first.
+
+    >>> [int(trial.home) for trial in list_trials(assigned=False)]
+    [0, 1, 2, 3, 0, 1, 2, 0, 0]
+    """
+    groups = [((SEARCHED, BEFORE, CONTIGUOUS, PACKED), False, False), ((BEFORE, CONTIGUOUS, SEARCHED), True, False)]
+    if assigned:
+        groups += [((BEFORE, CONTIGUOUS, PACKED), False, True), ((BEFORE, CONTIGUOUS), True, True)]
+    trials: list[Trial] = []
+    for homes, bare, first in groups:
+        for number, home in enumerate((*homes, SEARCHED)):
+            flags = (bare, first, number == 0, number == len(homes))
+            trials.append(Trial(np.int32(home), *map(np.bool_, flags)))
+    return tuple(trials)
+
+
+def homes_of(
+    trial: Trial,
+    before: Int[Array, "L E"],
+    searched: Int[Array, "L E"],
+    request: PlanRequest,
+    topology: Topology,
+) -> Int[jax.Array, "L E"]:
+    """Return the homes of a trial.
+
+    Args:
+        trial: the trial.
+        before: the homes of the batch before.
+        searched: the homes of the search.
+        request: the batch, for whose loads homes are packed.
+        topology: the expert-parallel group.
+    """
+    contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
+    packed = pack_near(jnp.asarray(request.by_expert, jnp.float32).sum(0), before, topology)
+    return jnp.stack([jnp.asarray(searched), jnp.asarray(before), contiguous, packed])[trial.home]
+
+
+def pack_near(
+    load: Float[jax.Array, "L E"], before: Int[Array, "L E"], topology: Topology
+) -> Int[jax.Array, "L E"]:
+    """Pack experts on nodes and then on the ranks of each node, heaviest first, near the homes that they have.
+
+    An expert goes to the lightest bin that has room. Among bins as light as that, up to a hundredth of the mean, it
+    stays where it is.
+
+    Args:
+        load: the load of each expert over the batch.
+        before: the homes of the batch before.
+        topology: the expert-parallel group.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> pack_near(jnp.array([[9.0, 8.0, 2.0, 1.0]]), jnp.array([[0, 1, 2, 3]]), topology).tolist()
+    [[0, 2, 3, 1]]
+    """
+    nodes, ranks, experts = topology.num_nodes, topology.num_ranks, topology.num_experts
+
+    def one_layer(load: jax.Array, before: jax.Array) -> jax.Array:
+        order = jnp.argsort(-load, stable=True)
+
+        def place(carry, expert):
+            node_load, rank_load, node_count, rank_count = carry
+
+            def lightest(total, count, room, own, allowed):
+                free = allowed & (count < room)
+                least = jnp.where(free, total, jnp.inf).min()
+                near = load.sum() / total.size / 100
+                stays = free[own] & (total[own] <= least + near)
+                return jnp.where(stays, own, jnp.where(free, total, jnp.inf).argmin())
+
+            own_rank = before[expert] // topology.home_slots
+            own_node = own_rank // topology.ranks_per_node
+            node = lightest(node_load, node_count, experts // nodes, own_node, jnp.ones(nodes, bool))
+            inside = jnp.arange(ranks) // topology.ranks_per_node == node
+            rank = lightest(rank_load, rank_count, topology.home_slots, own_rank, inside)
+            share = load[expert]
+            carry = (
+                node_load.at[node].add(share),
+                rank_load.at[rank].add(share),
+                node_count.at[node].add(1),
+                rank_count.at[rank].add(1),
+            )
+            return carry, rank
+
+        start = (jnp.zeros(nodes), jnp.zeros(ranks), jnp.zeros(nodes, jnp.int32), jnp.zeros(ranks, jnp.int32))
+        start = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.kind == "f" else leaf, start)
+        _, rank = jax.lax.scan(place, start, order)
+        rank = jnp.zeros(experts, jnp.int32).at[order].set(rank.astype(jnp.int32))
+        return keep_slots(rank, before, topology.home_slots)
+
+    return jax.vmap(one_layer)(load, jnp.asarray(before, jnp.int32))
+
+
+def keep_slots(
+    new_bin: Int[jax.Array, " E"], previous_home: Int[jax.Array, " E"], size: int
+) -> Int[jax.Array, " E"]:
+    """Choose slots in one layer: an expert that stays in its bin keeps its slot, the others fill the free slots.
+
+    Args:
+        new_bin: the bin of each expert, ``size`` experts in each.
+        previous_home: flat home slot of each expert before.
+        size: the number of slots of a bin.
+    """
+    stays = previous_home // size == new_bin
+    free = jnp.argsort(jnp.zeros_like(stays).at[previous_home].set(stays), stable=True).astype(jnp.int32)
+    movers = jnp.argsort(jnp.where(stays, new_bin.size, new_bin), stable=True)
+    return jnp.where(stays, previous_home, jnp.zeros_like(previous_home).at[movers].set(free))
