@@ -126,6 +126,15 @@ class Replicate(Protocol):
     def __call__(self, request: PlanRequest, placement: Placement, topology: Topology) -> Plan: ...
 
 
+@runtime_checkable
+class Later(Protocol):
+    """Estimate the seconds of each layer that new homes save in later batches, compared with the homes before."""
+
+    def __call__(
+        self, home: Int[Array, "L E"], request: PlanRequest, state: Any, topology: Topology
+    ) -> Float[jax.Array, " L"]: ...
+
+
 class Planner(NamedTuple):
     """A planner: pure functions that work under jit, vmap and scan.
 
@@ -149,5 +158,8 @@ class Planner(NamedTuple):
     `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan, and never returns
     a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
     such as baselines."""
+    later: Later | None = None
+    """What the homes of a plan save in later batches, given the state before the batch. Where plans are compared, it
+    counts beside the price of moves, which later batches do not pay again. None for nothing."""
     uses_transitions: bool = False
     """Whether ``update`` reads ``request.transitions``, which take long to count."""

@@ -7,7 +7,7 @@ composes the two; pass options to either one with ``functools.partial``.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,14 @@ from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest, Replicate
 from relibra_jax.contract.types import Array, Plan, Topology
-from relibra_jax.planning.horizon import Savings, measure_savings
+from relibra_jax.planning.horizon import later_savings, supply_of
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import check_integer
+
+BATCHES: Final = 8
+"""The number of batches that new homes are expected to serve."""
 
 
 class RelibraState(NamedTuple):
@@ -30,18 +34,14 @@ class RelibraState(NamedTuple):
     """The homes of this batch, from which the next placement starts."""
     key: PRNGKeyArray
     """The random key of the next search."""
-    savings: Savings
-    """What moves of experts have saved so far, which tells for how many batches a move pays."""
+    supply: Float[Array, "L N E"]
+    """The token copies of this batch for each expert, by the node that holds them; 0 before the first batch."""
 
     @classmethod
     def at(cls, home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray) -> "RelibraState":
-        """Make the state of a planner that has seen no batch and starts at given homes."""
-        return cls(jnp.asarray(home, jnp.int32), key, Savings.of_no_moves(home, topology))
-
-    @property
-    def batches(self) -> Float[jax.Array, ""]:
-        """The number of batches among which the price of a move is divided."""
-        return self.savings.batches
+        """Make the state of a planner that has seen no batch, with experts at given homes."""
+        supply = jnp.zeros((len(home), topology.num_nodes, topology.num_experts), jnp.float32)
+        return cls(jnp.asarray(home, jnp.int32), key, supply)
 
 
 def keep_homes(
@@ -53,7 +53,9 @@ def keep_homes(
 
 
 @checks_arguments
-def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_experts) -> Planner:
+def relibra(
+    *, place: Place = place_experts, replicate: Replicate = replicate_experts, batches: int = BATCHES
+) -> Planner:
     """Make the ReLibra planner.
 
     Source: arXiv 2605.08639.
@@ -61,6 +63,9 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     Args:
         place: the function that chooses homes and residents before a batch; `keep_homes` moves nothing.
         replicate: the function that chooses replicas and quotas inside a batch.
+        batches: the number of batches that new homes are expected to serve, if loads stay as they are. Moves of experts
+            are paid for once and save time in all of them (`relibra_jax.planning.horizon`). With 1, a move has to pay
+            in the batch for which it is made.
 
     Returns:
         A Planner whose state is a RelibraState. The first state is Megatron-LM's contiguous placement.
@@ -75,6 +80,8 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     [[[[50, 50]]]]
     """
 
+    check_integer("batches", batches, least=1)
+
     def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> RelibraState:
         return RelibraState.at(contiguous_homes(topology, num_layers), topology, key=key)
 
@@ -83,14 +90,18 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     ) -> tuple[Placement, RelibraState]:
         check_load(request.load, topology)
         key, next_key = jax.random.split(state.key)
-        savings = measure_savings(state.savings, state.home, request, topology)
-        price = dataclasses.replace(request.price, move=request.price.move / savings.batches)
+        price = dataclasses.replace(request.price, move=request.price.move / batches)
         placement = place(request._replace(price=price), state.home, topology, key=key)
         placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
-        return placement, RelibraState(placement.home, next_key, savings)
+        return placement, RelibraState(placement.home, next_key, supply_of(request))
+
+    def later(
+        home: Int[Array, "L E"], request: PlanRequest, state: RelibraState, topology: Topology
+    ) -> Float[jax.Array, " L"]:
+        return (batches - 1) * later_savings(home, state.home, state.supply, request, topology)
 
     def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
         placement, state = reorder(request, state, topology)
         return replicate(request, placement, topology), state
 
-    return Planner(init, update, reorder, replicate)
+    return Planner(init, update, reorder, replicate, later)

@@ -133,12 +133,10 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             stages, state = jax.tree.map(
                 functools.partial(jnp.where, whole), (merged.stages, merged_state), (stages, state)
             )
-        # A move serves several batches, each of which pays its part of it.
-        batches = getattr(state, "batches", 1.0)
-        prices = [dataclasses.replace(price, move=price.move / batches) for price in problem.prices]
         price = price_stages(
-            stages, problem.batch, problem.topology, prices, previous_home=problem.previous_home
+            stages, problem.batch, problem.topology, problem.prices, previous_home=problem.previous_home
         )
+        price = _less_later(problem, assignments, stages, price)
         plan = _Best(stages, state, price)
         if trial is not None:
             merged = _merge(plan, best, merged, trial, tries)
@@ -153,6 +151,18 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     stop = rounds + 1 + len(trials)
     best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing, latest))
     return best.stages, best.state
+
+
+def _less_later(
+    problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan], price: StagePrice
+) -> StagePrice:
+    """Subtract what the homes of a plan save in later batches, which do not pay for its moves again."""
+    planner = problem.planner
+    if planner.later is None or not problem.compare_staying:
+        return price
+    _, request = _request(problem, assignments)
+    saved = planner.later(stages[0].plan.home, request, problem.state, problem.topology)
+    return StagePrice(price.total - saved.sum(), price.by_layer - saved)
 
 
 class _Best(NamedTuple):
