@@ -1,9 +1,9 @@
 """``python -m experiments.planner_cells``: ReLibra beside every other planner, over a sample of settings.
 
 A *cell* is one setting: a trace, a number of tokens, ranks, slots, a path, and what planning may look at. The sample
-covers every pair of values, and is drawn with a seed. In each cell all planners plan the same two batches one after the
-other, and the second one is priced as it is sent: `relibra_jax.cost.batch_time` with the node visits of its tokens.
-Planners do not assign samples here.
+covers every pair of values, and is drawn with a seed. In each cell all planners plan the same batches one after the
+other. All are priced as they are sent: `relibra_jax.cost.batch_time` with the node visits of their
+tokens, and with the moves of experts before them. Planners do not assign samples here.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from relibra_jax.traces.read import NAMED_TRACES, read_trace
 from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
 MICRO_BATCHES: Final = 4
-BATCHES: Final = 3
+BATCHES: Final = 8
 LAYERS: Final = 3
 RIVALS: Final = tuple(name for name in PLANNERS if name != "relibra")
 
@@ -115,7 +115,7 @@ def _trace(name: str) -> Trace:
 
 
 def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
-    """Return the modelled seconds of a cell's second batch under the plans of some planners, by name.
+    """Return the mean modelled seconds of a cell's batches, by planner.
 
     Args:
         cell: the setting.
@@ -143,13 +143,13 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
     cost_model = dataclasses.replace(setting.cost_model, pieces=cell.pieces)
     price = cost_model.price(topology)
     seconds: dict[str, float] = {}
-    for name in planners:
-        entry = PLANNERS[name]
+    for name in (*planners, "balanced"):
+        entry = PLANNERS.get(name, PLANNERS["static"])
         planner_key, key = jax.random.split(jax.random.key(0))
         state: Any = entry.planner.init(topology, LAYERS, key=planner_key)
         home: Any = contiguous_homes(topology, LAYERS)
+        times = []
         for replay in setting.batches.replays[:BATCHES]:
-            before = home
             batch = count_batch(
                 replay,
                 topology,
@@ -159,12 +159,15 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
             batch_plan, state = plan_batch(
                 batch, entry.planner, state, topology, stages=MICRO_BATCHES, cost=price, key=key
             )
+            no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
+            planned = PlannedBatch(replay, batch_plan, home, no_errors)
+            if name == "balanced":
+                time = time_of_balanced(planned, topology, price)
+            else:
+                time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
             home = batch_plan.plan.home
-        no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
-        planned = PlannedBatch(replay, batch_plan, before, no_errors)
-        time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
-        seconds[name] = float(time.total)
-    seconds["balanced"] = float(time_of_balanced(planned, topology, price).total)
+            times.append(float(time.total))
+        seconds[name] = float(np.mean(times))
     return seconds
 
 
@@ -192,6 +195,7 @@ def main(config: PlannerCells) -> int:
             continue
         seconds = run_cell(cell, ("relibra", *config.rivals))
         records.append({**cell._asdict(), "seconds": seconds})
+        jax.clear_caches()
         best = min(config.rivals, key=lambda name: seconds[name])
         ratio = seconds["relibra"] / seconds[best]
         print(number, " ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.3f}", flush=True)

@@ -37,7 +37,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots
 MODEL = dataclasses.replace(MODELS["gpt-oss-20b"], num_experts=16, top_k=2)
 COST_MODEL = CostModel(cluster=CLUSTERS["h100"], model=MODEL)
 COST = COST_MODEL.price(TOPOLOGY)
-PLANNER = relibra(place=functools.partial(place_experts, steps=400))
+PLANNER = relibra(place=functools.partial(place_experts, steps=400), batches=1)
 ASSIGN = functools.partial(assign_samples, steps=200)
 KEY, MICRO_BATCHES = jax.random.key(0), 2
 ESTIMATE = 1.01
@@ -65,7 +65,8 @@ def state_of(homes, layers):
     if homes == "contiguous":
         return PLANNER.init(TOPOLOGY, layers, key=KEY)
     rng = np.random.default_rng(2)
-    return RelibraState(np.stack([rng.permutation(16) for _ in range(layers)]).astype(np.int32), KEY)
+    homes = np.stack([rng.permutation(16) for _ in range(layers)]).astype(np.int32)
+    return RelibraState.at(homes, TOPOLOGY, key=KEY)
 
 
 def seconds(replay, batch_plan, previous_home, cost=COST):

@@ -127,8 +127,8 @@ class Replicate(Protocol):
 
 
 @runtime_checkable
-class Later(Protocol):
-    """Estimate the seconds of each layer that new homes save in later batches, compared with the homes before."""
+class Serves(Protocol):
+    """Estimate for how many batches the homes of a plan pay, for each layer, given the state before the batch."""
 
     def __call__(
         self, home: Int[Array, "L E"], request: PlanRequest, state: Any, topology: Topology
@@ -158,8 +158,7 @@ class Planner(NamedTuple):
     `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan, and never returns
     a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
     such as baselines."""
-    later: Later | None = None
-    """What the homes of a plan save in later batches, given the state before the batch. Where plans are compared, it
-    counts beside the price of moves, which later batches do not pay again. None for nothing."""
+    serves: Serves | None = None
+    """The number of batches among which the price of moves is divided where plans are compared. None for 1."""
     uses_transitions: bool = False
     """Whether ``update`` reads ``request.transitions``, which take long to count."""

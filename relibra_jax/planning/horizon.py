@@ -1,13 +1,11 @@
-"""What homes save in the batches to come: a move of an expert is paid for once and serves several batches.
+"""For how many batches a move of experts pays: it is paid for once and saves time as long as loads stay alike.
 
-How much of a saving lasts depends on how far the loads of the next batches are like those of this one. The batch before
-tells: homes that are better for this batch and would have been better for the batch before are likely to be better for
-the next one. What is better for this batch alone is taken to be chance, or to have come with a drift that goes on.
-So homes are credited, for every later batch that they are expected to serve, with the smaller of their savings in this
-batch and in the one before.
+How long that is depends on how far the loads of the next batches are like those of this one. The batches before tell:
+homes that are better for this batch and would have been as much better for the batches before are likely to be better
+for the next ones too. What is better for this batch alone is taken to be chance.
 
-The savings are those of the busiest node, or of the busiest rank without replica slots, from the token copies of a
-whole batch. They take little time, and a state to remember the batch before that is small.
+The savings that are compared are those of the busiest node, or of the busiest rank without replica slots, from the
+token copies of a whole batch. They take little time, and the mean of the batches before is small enough for a state.
 """
 
 from typing import Final
@@ -19,49 +17,66 @@ from jaxtyping import Float, Int
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import Array, Topology
 
-UNSEEN: Final = 0.5
+UNSEEN: Final = 0.75
 """The share of a saving that is taken to last before there was any other batch."""
+MEMORY: Final = 0.75
+"""The weight of the batches before in the mean of all batches so far; the last batch has the rest."""
 
 
-def later_savings(
+def batches_served(
     home: Int[Array, "L E"],
     before: Int[Array, "L E"],
-    last_supply: Float[Array, "L N E"],
+    past: Float[Array, "L N E"],
     request: PlanRequest,
     topology: Topology,
+    *,
+    most: int,
 ) -> Float[jax.Array, " L"]:
-    """Estimate the seconds that new homes save in one later batch, compared with the homes of the batch before.
+    """Estimate the number of batches that new homes serve, compared with the homes of the batch before.
 
     Args:
         home: the new homes.
         before: the homes of the batch before.
-        last_supply: the token copies of the batch before by the node that holds them; all 0 if there was none.
+        past: the mean of the batches before, as `remember` returns it; all 0 if there were none.
         request: the batch.
         topology: the expert-parallel group.
+        most: the number if all of the saving lasts.
 
     Returns:
-        The seconds for each layer, at least 0.
+        The number for each layer, from 1 to ``most``.
     """
 
     def saved(supply: jax.Array) -> jax.Array:
         old, new = (_seconds(supply, homes, request, topology) for homes in (before, home))
         return old - new
 
-    last, now = jnp.asarray(last_supply), supply_of(request)
-    saved_now = saved(now)
-    saved_before = jnp.where(last.sum((1, 2)) > 0, saved(last), UNSEEN * saved_now)
-    return jnp.maximum(jnp.minimum(saved_now, saved_before), 0.0)
+    now, past = saved(_shares(request)), jnp.asarray(past)
+    lasts = saved(past) / jnp.where(now > 0, now, 1.0)
+    lasts = jnp.where(past.sum((1, 2)) > 0, jnp.clip(lasts, 0.0, 1.0), UNSEEN)
+    return 1 + (most - 1) * jnp.where(now > 0, lasts, 0.0)
 
 
-def supply_of(request: PlanRequest) -> Float[jax.Array, "L N E"]:
-    """Return the token copies of a batch for each expert, by the node that holds them."""
-    return jnp.asarray(request.by_node, jnp.float32).sum(0)
+def remember(past: Float[Array, "L N E"], request: PlanRequest) -> Float[jax.Array, "L N E"]:
+    """Return the mean of the batches so far: the share of each expert in a layer's copies, by the tokens' node.
+
+    Args:
+        past: the mean of the batches before; all 0 if there were none.
+        request: the batch.
+    """
+    past, now = jnp.asarray(past), _shares(request)
+    weight = jnp.where(past.sum((1, 2), keepdims=True) > 0, MEMORY, 0.0)
+    return weight * past + (1 - weight) * now
+
+
+def _shares(request: PlanRequest) -> Float[jax.Array, "L N E"]:
+    supply = jnp.asarray(request.by_node, jnp.float32).sum(0)
+    return supply / jnp.maximum(supply.sum((1, 2), keepdims=True), 1)
 
 
 def _seconds(
     supply: Float[jax.Array, "L N E"], home: Int[Array, "L E"], request: PlanRequest, topology: Topology
 ) -> Float[jax.Array, " L"]:
-    """Estimate the seconds of experts and of crossings, if every token is computed at its expert's home."""
+    """Estimate the seconds a token copy of experts and of crossings, if each is computed at its expert's home."""
     price, nodes = request.price, topology.num_nodes
     top_k = 1 if request.routes is None or not price.hierarchical else request.routes.expert_ids.shape[-1]
     bins = nodes if topology.replica_slots else topology.num_ranks

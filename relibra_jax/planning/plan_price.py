@@ -45,6 +45,7 @@ def price_stages(
     prices: Sequence[Price],
     *,
     previous_home: Int[Array, "L E"] | None,
+    batches: Float[Array, " L"] | float = 1.0,
 ) -> StagePrice:
     """Estimate the modelled seconds of a batch under the plans of its stages. Works under jit.
 
@@ -54,6 +55,7 @@ def price_stages(
         topology: the expert-parallel group.
         prices: the price of each stage.
         previous_home: flat home slot of each expert before the batch. None counts no moves.
+        batches: the number of batches among which the price of moves is divided.
 
     Returns:
         The seconds, those of micro-batches in proportion to the priced ones.
@@ -62,13 +64,18 @@ def price_stages(
     total, by_layer = jnp.zeros((), jnp.float32), jnp.zeros(layers, jnp.float32)
     for number, (stage, price) in enumerate(zip(stages, prices, strict=True)):
         home = previous_home if number == 0 else None
-        price_of_stage = _price_stage(stage, batch, topology, price, home)
+        price_of_stage = _price_stage(stage, batch, topology, price, home, batches)
         total, by_layer = total + price_of_stage.total, by_layer + price_of_stage.by_layer
     return StagePrice(total, by_layer)
 
 
 def _price_stage(
-    stage: BatchPlan, batch: Batch, topology: Topology, price: Price, home: Int[Array, "L E"] | None
+    stage: BatchPlan,
+    batch: Batch,
+    topology: Topology,
+    price: Price,
+    home: Int[Array, "L E"] | None,
+    batches: Float[Array, " L"] | float,
 ) -> StagePrice:
     some, factor = _some_micro_batches(stage, price.data_parallel)
     visits = estimate_visits(batch, some, topology, striped=price.striped) if price.hierarchical else None
@@ -98,7 +105,7 @@ def _price_stage(
         def reorder(new: jax.Array, old: jax.Array) -> jax.Array:
             return reorder_time(new[None], old[None], topology, price)
 
-        moves = jax.vmap(reorder)(jnp.asarray(plan.home), jnp.asarray(home))
+        moves = jax.vmap(reorder)(jnp.asarray(plan.home), jnp.asarray(home)) / batches
         total, by_layer = total + moves.sum(), by_layer + moves
     return StagePrice(jnp.asarray(total, jnp.float32), by_layer.astype(jnp.float32))
 

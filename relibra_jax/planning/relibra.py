@@ -17,7 +17,7 @@ from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest, Replicate
 from relibra_jax.contract.types import Array, Plan, Topology
-from relibra_jax.planning.horizon import later_savings, supply_of
+from relibra_jax.planning.horizon import batches_served, remember
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.support.argument_types import checks_arguments
@@ -34,14 +34,15 @@ class RelibraState(NamedTuple):
     """The homes of this batch, from which the next placement starts."""
     key: PRNGKeyArray
     """The random key of the next search."""
-    supply: Float[Array, "L N E"]
-    """The token copies of this batch for each expert, by the node that holds them; 0 before the first batch."""
+    past: Float[Array, "L N E"]
+    """The mean of the batches so far: the share of each expert in a layer's copies, by the node that holds the tokens;
+    0 before the first batch."""
 
     @classmethod
     def at(cls, home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray) -> "RelibraState":
         """Make the state of a planner that has seen no batch, with experts at given homes."""
-        supply = jnp.zeros((len(home), topology.num_nodes, topology.num_experts), jnp.float32)
-        return cls(jnp.asarray(home, jnp.int32), key, supply)
+        past = jnp.zeros((len(home), topology.num_nodes, topology.num_experts), jnp.float32)
+        return cls(jnp.asarray(home, jnp.int32), key, past)
 
 
 def keep_homes(
@@ -93,15 +94,15 @@ def relibra(
         price = dataclasses.replace(request.price, move=request.price.move / batches)
         placement = place(request._replace(price=price), state.home, topology, key=key)
         placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
-        return placement, RelibraState(placement.home, next_key, supply_of(request))
+        return placement, RelibraState(placement.home, next_key, remember(state.past, request))
 
-    def later(
+    def serves(
         home: Int[Array, "L E"], request: PlanRequest, state: RelibraState, topology: Topology
     ) -> Float[jax.Array, " L"]:
-        return (batches - 1) * later_savings(home, state.home, state.supply, request, topology)
+        return batches_served(home, state.home, state.past, request, topology, most=batches)
 
     def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
         placement, state = reorder(request, state, topology)
         return replicate(request, placement, topology), state
 
-    return Planner(init, update, reorder, replicate, later)
+    return Planner(init, update, reorder, replicate, serves)

@@ -133,10 +133,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             stages, state = jax.tree.map(
                 functools.partial(jnp.where, whole), (merged.stages, merged_state), (stages, state)
             )
-        price = price_stages(
-            stages, problem.batch, problem.topology, problem.prices, previous_home=problem.previous_home
-        )
-        price = _less_later(problem, assignments, stages, price)
+        price = _price(problem, assignments, stages)
         plan = _Best(stages, state, price)
         if trial is not None:
             merged = _merge(plan, best, merged, trial, tries)
@@ -153,16 +150,22 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     return best.stages, best.state
 
 
-def _less_later(
-    problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan], price: StagePrice
+def _price(
+    problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan]
 ) -> StagePrice:
-    """Subtract what the homes of a plan save in later batches, which do not pay for its moves again."""
-    planner = problem.planner
-    if planner.later is None or not problem.compare_staying:
-        return price
-    _, request = _request(problem, assignments)
-    saved = planner.later(stages[0].plan.home, request, problem.state, problem.topology)
-    return StagePrice(price.total - saved.sum(), price.by_layer - saved)
+    """Price the plans of all stages; moves are divided among the batches that they serve."""
+    batches, topology = 1.0, problem.topology
+    if problem.planner.serves is not None and problem.compare_staying:
+        _, request = _request(problem, assignments)
+        batches = problem.planner.serves(stages[0].plan.home, request, problem.state, topology)
+    return price_stages(
+        stages,
+        problem.batch,
+        topology,
+        problem.prices,
+        previous_home=problem.previous_home,
+        batches=batches,
+    )
 
 
 class _Best(NamedTuple):

@@ -103,10 +103,10 @@ def _share_of_routes(
     hits = jax.lax.map(one_layer, (supply, served, jnp.moveaxis(jnp.asarray(placed.expert_ids), 1, 0)))
     hits = hits.reshape(-1, micro_batches, nodes, local, nodes)
     number = number.reshape(micro_batches, nodes, local, 1)
-    on_node, all_tokens = hits.sum(3, keepdims=True), number.sum(2, keepdims=True)
-    in_batch = hits.sum((1, 3), keepdims=True) / jnp.maximum(number.sum((0, 2), keepdims=True), 1)
+    on_node, all_tokens = hits.sum(3, keepdims=True), number.sum(2, keepdims=True)[None]
+    in_batch = hits.sum((1, 3), keepdims=True) / jnp.maximum(number.sum((0, 2), keepdims=True)[None], 1)
     mean = (on_node + in_batch) / (all_tokens + 1)
-    share = (hits + NODE_WEIGHT * mean) / (number + NODE_WEIGHT)
+    share = (hits + NODE_WEIGHT * mean) / (number[None] + NODE_WEIGHT)
     share = jnp.broadcast_to(mean, hits.shape) if striped else share
     return jnp.moveaxis(share.reshape(*hits.shape[:2], nodes * local, nodes), 0, 1)
 
@@ -116,7 +116,7 @@ def _targets(supply: Float[jax.Array, "M N E"], served: Float[jax.Array, "M N E"
     own = jnp.minimum(supply, served)
     free = served - own
     until = jnp.cumsum(free, axis=1)  # over the nodes that serve
-    at = (jnp.arange(LEVELS) + 0.5) / LEVELS * supply[..., None]  # [M N E levels]
+    at = (np.arange(LEVELS, dtype=np.float32) + 0.5)[None, None, None] / LEVELS * supply[..., None]
     beyond = at - own[..., None]
     left = jnp.maximum(supply - own, 1e-9)
     point = beyond / left[..., None] * until[:, -1:, :, None]
