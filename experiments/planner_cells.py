@@ -198,8 +198,17 @@ def main(config: PlannerCells) -> int:
         jax.clear_caches()
         best = min(config.rivals, key=lambda name: seconds[name])
         ratio = seconds["relibra"] / seconds[best]
-        print(number, " ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.3f}", flush=True)
-        table.add_row(" ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.1%}")
+        print(
+            number,
+            " ".join(map(str, cell)),
+            f"{ratio:.4f}",
+            best,
+            f"{seconds['balanced'] / seconds['relibra']:.3f}",
+            flush=True,
+        )
+        table.add_row(
+            " ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.1%}"
+        )
         if config.record:
             write_json(config.record, records)
     Console().print(table)

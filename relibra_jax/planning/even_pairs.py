@@ -59,5 +59,7 @@ def even_pairs(plans: LayerPlan, topology: Topology) -> Float[jax.Array, "M L N 
             pairs = pairs + flow[:, :, :, :, None] * same_node[None, None]
         else:
             pairs = pairs + flow.reshape(pairs.shape)
-        supply, demand = ((each - part).reshape(shape) for each, part in ((given, from_rank), (taken, to_rank)))
+        supply, demand = (
+            (each - part).reshape(shape) for each, part in ((given, from_rank), (taken, to_rank))
+        )
     return pairs

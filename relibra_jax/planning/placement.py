@@ -240,4 +240,3 @@ def _fill_bins(load, previous, home, crossing, domains, bins, move):
         cost += jnp.repeat(crossing, bins // crossing.shape[0], axis=0)
     item = jnp.tile(jnp.arange(size, dtype=jnp.int32)[:, None], (1, domains * layers))
     return Bins(share, cost, item)
-

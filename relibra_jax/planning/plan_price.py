@@ -144,7 +144,9 @@ def estimate_time(
     Returns:
         The modelled time (`relibra_jax.cost.batch_time.batch_time`).
     """
-    visits = estimate_visits(batch, batch_plan, topology, striped=price.striped) if price.hierarchical else None
+    visits = (
+        estimate_visits(batch, batch_plan, topology, striped=price.striped) if price.hierarchical else None
+    )
     return batch_time(
         batch_plan,
         batch.lengths,

@@ -43,7 +43,10 @@ def list_trials(*, assigned: bool) -> tuple[Trial, ...]:
     >>> [int(trial.home) for trial in list_trials(assigned=False)]
     [0, 1, 2, 3, 0, 1, 2, 0, 0]
     """
-    groups = [((SEARCHED, BEFORE, CONTIGUOUS, PACKED), False, False), ((BEFORE, CONTIGUOUS, SEARCHED), True, False)]
+    groups = [
+        ((SEARCHED, BEFORE, CONTIGUOUS, PACKED), False, False),
+        ((BEFORE, CONTIGUOUS, SEARCHED), True, False),
+    ]
     if assigned:
         groups += [((BEFORE, CONTIGUOUS, PACKED), False, True), ((BEFORE, CONTIGUOUS), True, True)]
     trials: list[Trial] = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
@@ -115,7 +115,9 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
 
     def body(number, carry: tuple[_Best, _Best, _Latest]) -> tuple[_Best, _Best, _Latest]:
         best, merged, latest = carry
-        trial = jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
+        trial = (
+            jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
+        )
         tries = number > rounds
         assignments = starts
         if rounds:
@@ -150,9 +152,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     return best.stages, best.state
 
 
-def _price(
-    problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan]
-) -> StagePrice:
+def _price(problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan]) -> StagePrice:
     """Price the plans of all stages; moves are divided among the batches that they serve."""
     batches, topology = 1.0, problem.topology
     if problem.planner.serves is not None and problem.compare_staying:
@@ -183,9 +183,7 @@ def _merge(plan: _Best, best: _Best, merged: _Best, trial: Trial, tries: Array) 
     from_best = begins & ~trial.first_assignment & ~trial.bare
     none = merged.price.by_layer * 0 + jnp.inf
     old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, none, merged.price.by_layer))
-    old_plans = jax.tree.map(
-        functools.partial(jnp.where, from_best), best.stages, merged.stages
-    )
+    old_plans = jax.tree.map(functools.partial(jnp.where, from_best), best.stages, merged.stages)
     wins = (plan.price.by_layer < old) & ~trial.is_merged
 
     def pick(new: BatchPlan, old: BatchPlan) -> BatchPlan:

@@ -111,7 +111,9 @@ def _share_of_routes(
     return jnp.moveaxis(share.reshape(*hits.shape[:2], nodes * local, nodes), 0, 1)
 
 
-def _targets(supply: Float[jax.Array, "M N E"], served: Float[jax.Array, "M N E"]) -> Int[jax.Array, "M N E levels"]:
+def _targets(
+    supply: Float[jax.Array, "M N E"], served: Float[jax.Array, "M N E"]
+) -> Int[jax.Array, "M N E levels"]:
     """Return the node that serves the tokens of each node for each expert, in each of `LEVELS` equal parts of them."""
     own = jnp.minimum(supply, served)
     free = served - own
