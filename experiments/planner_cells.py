@@ -11,12 +11,11 @@ import functools
 import itertools
 import sys
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from experiments.program import run_program
@@ -29,6 +28,7 @@ from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.bootstrap import bootstrap
 from relibra_jax.traces.read import NAMED_TRACES, read_trace
 from relibra_jax.traces.trace import Trace, make_trace, some_layers
@@ -36,6 +36,8 @@ from relibra_jax.traces.trace import Trace, make_trace, some_layers
 MICRO_BATCHES: Final = 4
 BATCHES: Final = 8
 LAYERS: Final = 3
+AHEAD: Final = 1.002
+"""The ratio of times from which on a rival counts as ahead."""
 RIVALS: Final = tuple(name for name in PLANNERS if name != "relibra")
 
 
@@ -52,7 +54,7 @@ class Cell(NamedTuple):
     """R, the number of replica slots of a rank."""
     residents: int
     """The number of resident slots of a rank."""
-    path: str
+    path: Literal["flat", "hierarchical"]
     """``flat`` or ``hierarchical``."""
     pieces: int
     """The number of pieces in which tokens travel; with one, nothing overlaps."""
@@ -60,17 +62,17 @@ class Cell(NamedTuple):
     """What is planned from: ``routes`` or ``loads`` alone."""
 
 
-VALUES: Final = Cell(
-    (*NAMED_TRACES, "zipf-1", "zipf-2", "one-hot"),
-    (64, 1024, 4096, 16384),
-    ("1x8", "2x4", "4x4", "2x8", "4x8", "8x8"),
-    (0, 1, 2),
-    (0, 1),
-    ("flat", "hierarchical"),
-    (1, 2),
-    ("routes", "loads"),
-)  # type: ignore[arg-type]
-"""The values of every field of a cell."""
+VALUES: Final[dict[str, tuple]] = {
+    "trace": (*NAMED_TRACES, "zipf-1", "zipf-2", "one-hot"),
+    "tokens": (64, 1024, 4096, 16384),
+    "ranks": ("1x8", "2x4", "4x4", "2x8", "4x8", "8x8"),
+    "replicas": (0, 1, 2),
+    "residents": (0, 1),
+    "path": ("flat", "hierarchical"),
+    "pieces": (1, 2),
+    "sees": ("routes", "loads"),
+}
+"""The values of every field of a `Cell`."""
 
 
 def draw_cells(count: int, *, seed: int = 0) -> list[Cell]:
@@ -84,7 +86,7 @@ def draw_cells(count: int, *, seed: int = 0) -> list[Cell]:
     20
     """
     rng = np.random.default_rng(seed)
-    fields: list[tuple] = list(VALUES)
+    fields = [VALUES[name] for name in Cell._fields]
     missing = {
         (i, a, j, b)
         for i, j in itertools.combinations(range(len(fields)), 2)
@@ -188,31 +190,39 @@ class PlannerCells:
 
 
 def main(config: PlannerCells) -> int:
-    table = Table("cell", "relibra / best", "best", "balanced / relibra")
-    records = []
-    for number, cell in enumerate(track(draw_cells(config.cells, seed=config.seed), disable=True)):
+    """Run the cells, and print each as soon as it is known."""
+    console, records = Console(), []
+    check_integer("cells", config.cells, least=1)
+    for number, cell in enumerate(draw_cells(config.cells, seed=config.seed)):
         if number < config.first:
             continue
         seconds = run_cell(cell, ("relibra", *config.rivals))
-        records.append({**cell._asdict(), "seconds": seconds})
-        jax.clear_caches()
+        jax.clear_caches()  # every cell compiles programs of its own
         best = min(config.rivals, key=lambda name: seconds[name])
-        ratio = seconds["relibra"] / seconds[best]
-        print(
-            number,
-            " ".join(map(str, cell)),
-            f"{ratio:.4f}",
-            best,
-            f"{seconds['balanced'] / seconds['relibra']:.3f}",
-            flush=True,
-        )
-        table.add_row(
-            " ".join(map(str, cell)), f"{ratio:.4f}", best, f"{seconds['balanced'] / seconds['relibra']:.1%}"
-        )
+        records.append({"cell": number, **cell._asdict(), "best": best, "seconds": seconds})
+        ratio, share = seconds["relibra"] / seconds[best], seconds["balanced"] / seconds["relibra"]
+        console.print(f"{number:3} {_title(cell)}: {ratio:.3f} x {best}, {share:.1%} of balanced")
         if config.record:
             write_json(config.record, records)
-    Console().print(table)
+    console.print(_summary(records))
     return 0
+
+
+def _title(cell: Cell) -> str:
+    return (
+        f"{cell.trace} {cell.tokens} tokens {cell.ranks} R={cell.replicas} B={cell.residents} {cell.path}"
+        f" in {cell.pieces} from {cell.sees}"
+    )
+
+
+def _summary(records: list[dict[str, Any]]) -> Table:
+    """Return, for each rival, in how many cells it is ahead of ReLibra by more than a fifth of a per cent."""
+    table = Table("planner", "ahead in", "by at most", "behind by, median")
+    for name in [name for name in records[0]["seconds"] if name not in ("relibra", "balanced")]:
+        ratios = np.array([each["seconds"]["relibra"] / each["seconds"][name] for each in records])
+        ahead = f"{(ratios > AHEAD).sum()} of {len(ratios)}"
+        table.add_row(name, ahead, f"{max(ratios.max() - 1, 0):.1%}", f"{1 / np.median(ratios) - 1:.1%}")
+    return table
 
 
 if __name__ == "__main__":

@@ -87,4 +87,4 @@ def _seconds(
     away = jnp.where(jnp.eye(nodes, dtype=bool)[None], 0.0, on_node)
     busiest = jnp.maximum(away.sum(2), away.sum(1)).max(1) / topology.ranks_per_node
     fullest = load.sum(1).max(1) * bins / topology.num_ranks
-    return price.copy * fullest + price.crossing / top_k * busiest
+    return jnp.asarray(price.copy * fullest + price.crossing / top_k * busiest)

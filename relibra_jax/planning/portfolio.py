@@ -53,7 +53,7 @@ def list_trials(*, assigned: bool) -> tuple[Trial, ...]:
     for homes, bare, first in groups:
         for number, home in enumerate((*homes, SEARCHED)):
             flags = (bare, first, number == 0, number == len(homes))
-            trials.append(Trial(np.int32(home), *map(np.bool_, flags)))
+            trials.append(Trial(np.asarray(home, np.int32), *map(np.asarray, flags)))
     return tuple(trials)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
@@ -154,7 +154,8 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
 
 def _price(problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan]) -> StagePrice:
     """Price the plans of all stages; moves are divided among the batches that they serve."""
-    batches, topology = 1.0, problem.topology
+    topology = problem.topology
+    batches: Float[jax.Array, " L"] | float = 1.0
     if problem.planner.serves is not None and problem.compare_staying:
         _, request = _request(problem, assignments)
         batches = problem.planner.serves(stages[0].plan.home, request, problem.state, topology)
