@@ -27,6 +27,7 @@ from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_o
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 from relibra_jax.traces.bootstrap import bootstrap
@@ -161,6 +162,8 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
             batch_plan, state = plan_batch(
                 batch, entry.planner, state, topology, stages=MICRO_BATCHES, cost=price, key=key
             )
+            if price.striped:
+                batch_plan = with_striped_load(batch_plan, replay, topology)
             no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
             planned = PlannedBatch(replay, batch_plan, home, no_errors)
             if name == "balanced":

@@ -70,6 +70,8 @@ class PlanRequest(NamedTuple):
     """The transition counts of the batch; counted only for planners with ``uses_transitions``."""
     price: Price = BALANCE
     """The price for which to plan."""
+    tokens: Float[Array, "M N G"] | None = None
+    """The number of tokens on each rank, which attention takes time for. None if it is unknown."""
     start: Int[Array, "L E"] | None = None
     """The homes that were found for the same batch under its previous assignment of samples. None if the batch is
     planned once; all EMPTY for the first of several plans of the batch."""
@@ -159,6 +161,7 @@ class Planner(NamedTuple):
     a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
     such as baselines."""
     serves: Serves | None = None
-    """The number of batches among which the price of moves is divided where plans are compared. None for 1."""
+    """The number of batches among which the price of moves is divided where plans are compared. None for 1. A planner
+    with it keeps a `relibra_jax.planning.horizon.History` in a field ``history`` of its state."""
     uses_transitions: bool = False
     """Whether ``update`` reads ``request.transitions``, which take long to count."""

@@ -2,13 +2,14 @@
 
 How long that is depends on how far the loads of the next batches are like those of this one. The batches before tell:
 homes that are better for this batch and would have been as much better for the batches before are likely to be better
-for the next ones too. What is better for this batch alone is taken to be chance.
+for the next ones too. What is better for this batch alone is taken to be chance. And if every batch moves experts, the
+homes of none of them last.
 
 The savings that are compared are those of the busiest node, or of the busiest rank without replica slots, from the
-token copies of a whole batch. They take little time, and the mean of the batches before is small enough for a state.
+token copies of a whole batch, which takes little time.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,55 @@ from relibra_jax.contract.types import Array, Topology
 UNSEEN: Final = 0.75
 """The share of a saving that is taken to last before there was any other batch."""
 MEMORY: Final = 0.75
-"""The weight of the batches before in the mean of all batches so far; the last batch has the rest."""
+"""The weight of the batches before in a mean of all batches so far; the last batch has the rest."""
+
+
+class History(NamedTuple):
+    """What a planner remembers of the batches before."""
+
+    load: Float[Array, "L N E"]
+    """The mean of the batches: the share of each expert in a layer's copies, by the node that holds the tokens."""
+    home: Int[Array, "L E"]
+    """The homes before the last batch."""
+    moved: Float[Array, " L"]
+    """The share of experts that a batch moved to another rank, without the first batch; each batch counts half as much
+    as the one after it."""
+    batches: Int[Array, ""]
+    """The number of batches."""
+
+    @classmethod
+    def of_no_batches(cls, home: Int[Array, "L E"], topology: Topology) -> "History":
+        """Make the history before the first batch, with experts at given homes."""
+        load = jnp.zeros((len(home), topology.num_nodes, topology.num_experts), jnp.float32)
+        moved = jnp.zeros(len(home), jnp.float32)
+        return cls(load, jnp.asarray(home, jnp.int32), moved, jnp.zeros((), jnp.int32))
+
+    def after(self, home: Int[Array, "L E"], request: PlanRequest, topology: Topology) -> "History":
+        """Return the history after one more batch.
+
+        Args:
+            home: the homes of the last batch, before those of the new one.
+            request: the new batch.
+            topology: the expert-parallel group.
+        """
+        seen = jnp.where(self.batches > 0, MEMORY, 0.0)
+        load = seen * jnp.asarray(self.load) + (1 - seen) * _shares(request)
+        return History(
+            load, jnp.asarray(home, jnp.int32), self.moved_so_far(home, topology), self.batches + 1
+        )
+
+    def moved_so_far(self, home: Int[Array, "L E"], topology: Topology) -> Float[jax.Array, " L"]:
+        """Return the mean share of experts that a batch moved, with the last batch, whose homes are ``home``."""
+        new, old = (jnp.asarray(each) // topology.home_slots for each in (home, self.home))
+        last = (new != old).mean(1, dtype=jnp.float32)
+        moved = (jnp.asarray(self.moved) + last) / 2
+        return jnp.where(self.batches > 1, moved, 0.0)
 
 
 def batches_served(
     home: Int[Array, "L E"],
     before: Int[Array, "L E"],
-    past: Float[Array, "L N E"],
+    history: History,
     request: PlanRequest,
     topology: Topology,
     *,
@@ -37,7 +80,7 @@ def batches_served(
     Args:
         home: the new homes.
         before: the homes of the batch before.
-        past: the mean of the batches before, as `remember` returns it; all 0 if there were none.
+        history: what is known of the batches before.
         request: the batch.
         topology: the expert-parallel group.
         most: the number if all of the saving lasts.
@@ -50,22 +93,12 @@ def batches_served(
         old, new = (_seconds(supply, homes, request, topology) for homes in (before, home))
         return old - new
 
-    now, past = saved(_shares(request)), jnp.asarray(past)
-    lasts = saved(past) / jnp.where(now > 0, now, 1.0)
-    lasts = jnp.where(past.sum((1, 2)) > 0, jnp.clip(lasts, 0.0, 1.0), UNSEEN)
-    return 1 + (most - 1) * jnp.where(now > 0, lasts, 0.0)
-
-
-def remember(past: Float[Array, "L N E"], request: PlanRequest) -> Float[jax.Array, "L N E"]:
-    """Return the mean of the batches so far: the share of each expert in a layer's copies, by the tokens' node.
-
-    Args:
-        past: the mean of the batches before; all 0 if there were none.
-        request: the batch.
-    """
-    past, now = jnp.asarray(past), _shares(request)
-    weight = jnp.where(past.sum((1, 2), keepdims=True) > 0, MEMORY, 0.0)
-    return weight * past + (1 - weight) * now
+    now = saved(_shares(request))
+    lasts = saved(jnp.asarray(history.load)) / jnp.where(now > 0, now, 1.0)
+    lasts = jnp.where(history.batches > 0, jnp.clip(lasts, 0.0, 1.0), UNSEEN)
+    served = 1 + (most - 1) * jnp.where(now > 0, lasts, 0.0)
+    # Homes from which a share m of the experts moves in every batch last for 1 / m batches.
+    return jnp.minimum(served, 1 / jnp.maximum(history.moved_so_far(before, topology), 1 / most))
 
 
 def _shares(request: PlanRequest) -> Float[jax.Array, "L N E"]:

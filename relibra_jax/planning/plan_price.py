@@ -21,7 +21,8 @@ from relibra_jax.cost.copies import push_time, reorder_time
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.even_pairs import even_pairs
-from relibra_jax.planning.visit_estimates import estimate_visits
+from relibra_jax.planning.routes import place_routes
+from relibra_jax.planning.visit_estimates import estimate_visits, tokens_of_ranks
 from relibra_jax.routing.striping import split_evenly
 
 PRICED: Final = 8
@@ -78,7 +79,7 @@ def _price_stage(
     batches: Float[Array, " L"] | float,
 ) -> StagePrice:
     some, factor = _some_micro_batches(stage, price.data_parallel)
-    visits = estimate_visits(batch, some, topology, striped=price.striped) if price.hierarchical else None
+    visits = _visits(some, batch, topology, price)
     plans = some.layer_plans()
     pairs = even_pairs(plans, topology)
     # Lengths of the fullest rank are those of the whole stage.
@@ -144,9 +145,7 @@ def estimate_time(
     Returns:
         The modelled time (`relibra_jax.cost.batch_time.batch_time`).
     """
-    visits = (
-        estimate_visits(batch, batch_plan, topology, striped=price.striped) if price.hierarchical else None
-    )
+    visits = _visits(batch_plan, batch, topology, price)
     return batch_time(
         batch_plan,
         batch.lengths,
@@ -157,6 +156,17 @@ def estimate_time(
         sequence_length=batch.sequence_length,
         pairs=even_pairs(batch_plan.layer_plans(), topology),
     )
+
+
+def _visits(
+    batch_plan: BatchPlan, batch: Batch, topology: Topology, price: Price
+) -> Float[jax.Array, "M L P N"] | None:
+    """Estimate the tokens that each rank sends to each node; None on the flat path."""
+    if not price.hierarchical:
+        return None
+    routes = None if batch.routes is None else place_routes(batch.routes, batch_plan.assignment)
+    tokens = tokens_of_ranks(batch_plan.assignment, batch.lengths)
+    return estimate_visits(batch_plan.plan, batch_plan.load, tokens, routes, topology, striped=price.striped)
 
 
 def _chosen(micro_batches: int, groups: int) -> Int[np.ndarray, " some"]:

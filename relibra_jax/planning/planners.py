@@ -5,7 +5,6 @@ returns a planner and add an entry to the table.
 """
 
 import dataclasses
-import functools
 
 from relibra_jax.contract.planner import Planner
 from relibra_jax.planning.assignment import Assign
@@ -20,7 +19,7 @@ from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.visiting_replicas import replicate_anywhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +138,8 @@ PLANNERS: dict[str, PlannerEntry] = {
         summary="ReLibra: experts reordered between batches, replicated in each micro-batch",
     ),
     "relibra_across": PlannerEntry(
-        planner=relibra(replicate=functools.partial(replicate_experts, across_nodes=True)),
-        summary="ReLibra with replicas on any node",
+        planner=relibra(replicate=replicate_anywhere),
+        summary="ReLibra with replicas on other nodes where attention hides them",
         across_nodes=True,
     ),
 }

@@ -3,6 +3,7 @@
 They are the homes of the batch before, contiguous homes, the homes of the search without its residents, and homes that
 are packed anew, heaviest expert first, as systems do that never move an expert again (EPLB, LAER-MoE, MoonEP). The
 search moves one expert at a time, and each of its moves has to pay for itself; packed homes pay all together or not.
+They are packed for the mean of the batches so far, so that they suit many batches, where the search suits one.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import Array, Topology
 
 SEARCHED, BEFORE, CONTIGUOUS, PACKED = range(4)
@@ -61,7 +61,7 @@ def homes_of(
     trial: Trial,
     before: Int[Array, "L E"],
     searched: Int[Array, "L E"],
-    request: PlanRequest,
+    load: Float[Array, "L E"],
     topology: Topology,
 ) -> Int[jax.Array, "L E"]:
     """Return the homes of a trial.
@@ -70,11 +70,11 @@ def homes_of(
         trial: the trial.
         before: the homes of the batch before.
         searched: the homes of the search.
-        request: the batch, for whose loads homes are packed.
+        load: the load of each expert, for which homes are packed.
         topology: the expert-parallel group.
     """
     contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
-    packed = pack_near(jnp.asarray(request.by_expert, jnp.float32).sum(0), before, topology)
+    packed = pack_near(jnp.asarray(load), before, topology)
     return jnp.stack([jnp.asarray(searched), jnp.asarray(before), contiguous, packed])[trial.home]
 
 
@@ -93,7 +93,7 @@ def pack_near(
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     >>> pack_near(jnp.array([[9.0, 8.0, 2.0, 1.0]]), jnp.array([[0, 1, 2, 3]]), topology).tolist()
-    [[0, 2, 3, 1]]
+    [[0, 3, 2, 1]]
     """
     nodes, ranks, experts = topology.num_nodes, topology.num_ranks, topology.num_experts
 

@@ -17,7 +17,7 @@ from relibra_jax.contract.check import check_load
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest, Replicate
 from relibra_jax.contract.types import Array, Plan, Topology
-from relibra_jax.planning.horizon import batches_served, remember
+from relibra_jax.planning.horizon import History, batches_served
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.support.argument_types import checks_arguments
@@ -34,15 +34,13 @@ class RelibraState(NamedTuple):
     """The homes of this batch, from which the next placement starts."""
     key: PRNGKeyArray
     """The random key of the next search."""
-    past: Float[Array, "L N E"]
-    """The mean of the batches so far: the share of each expert in a layer's copies, by the node that holds the tokens;
-    0 before the first batch."""
+    history: History
+    """What is known of the batches so far, which tells for how many batches homes serve."""
 
     @classmethod
     def at(cls, home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray) -> "RelibraState":
         """Make the state of a planner that has seen no batch, with experts at given homes."""
-        past = jnp.zeros((len(home), topology.num_nodes, topology.num_experts), jnp.float32)
-        return cls(jnp.asarray(home, jnp.int32), key, past)
+        return cls(jnp.asarray(home, jnp.int32), key, History.of_no_batches(home, topology))
 
 
 def keep_homes(
@@ -94,12 +92,14 @@ def relibra(
         price = dataclasses.replace(request.price, move=request.price.move / batches)
         placement = place(request._replace(price=price), state.home, topology, key=key)
         placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
-        return placement, RelibraState(placement.home, next_key, remember(state.past, request))
+        return placement, RelibraState(
+            placement.home, next_key, state.history.after(state.home, request, topology)
+        )
 
     def serves(
         home: Int[Array, "L E"], request: PlanRequest, state: RelibraState, topology: Topology
     ) -> Float[jax.Array, " L"]:
-        return batches_served(home, state.home, state.past, request, topology, most=batches)
+        return batches_served(home, state.home, state.history, request, topology, most=batches)
 
     def update(request: PlanRequest, state: RelibraState, topology: Topology) -> tuple[Plan, RelibraState]:
         placement, state = reorder(request, state, topology)

@@ -27,6 +27,7 @@ from relibra_jax.planning.plan_price import StagePrice, price_stages
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
+from relibra_jax.planning.visit_estimates import tokens_of_ranks
 from relibra_jax.routing.striping import split_evenly
 
 
@@ -279,7 +280,9 @@ def _stay(problem: Problem, stay: _Stay, request: PlanRequest) -> tuple[Placemen
     """Return the homes of a plan without a search, and the planner's state with them."""
     before = problem.previous_home
     assert before is not None
-    home = homes_of(stay.trial, before, stay.best_home, request, problem.topology)
+    history = getattr(stay.state, "history", None)
+    load = jnp.asarray(request.by_expert, jnp.float32).sum(0) if history is None else history.load.sum(1)
+    home = homes_of(stay.trial, before, stay.best_home, load, problem.topology)
     return Placement.without_residents(home, problem.topology), stay.state._replace(home=home)
 
 
@@ -296,7 +299,14 @@ def _request(
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
     load = jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
     price = _price_of_batch(problem.prices, problem.samples)
-    return loads, PlanRequest(load=load, routes=routes, transitions=batch.transitions, price=price)
+    tokens = [tokens_of_ranks(each, batch.lengths) for each in assignments]
+    return loads, PlanRequest(
+        load=load,
+        routes=routes,
+        transitions=batch.transitions,
+        price=price,
+        tokens=tokens[0] if len(tokens) == 1 else jnp.concatenate(tokens),
+    )
 
 
 def _split_stages(

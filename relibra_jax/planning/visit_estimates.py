@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.contract.types import EMPTY, BatchPlan, Topology
-from relibra_jax.planning.batch import Batch
-from relibra_jax.planning.routes import Routes, place_routes
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Plan, Topology
 
 LEVELS: Final = 4
 """The number of steps in which the copies of an expert are divided over nodes."""
@@ -26,13 +25,21 @@ MOST_TOKENS: Final = 8192
 
 
 def estimate_visits(
-    batch: Batch, batch_plan: BatchPlan, topology: Topology, *, striped: bool
+    plan: Plan,
+    load: Int[Array, "M L N G E"],
+    tokens: Float[Array, "M N G"],
+    routes: PlacedRoutes | None,
+    topology: Topology,
+    *,
+    striped: bool,
 ) -> Float[jax.Array, "M L P N"]:
     """Estimate the tokens that each rank sends to each node. Works under jit.
 
     Args:
-        batch: the samples of the batch. Without routes, the experts of a token are taken to be independent.
-        batch_plan: the plan and its load.
+        plan: the plan.
+        load: its load.
+        tokens: the number of tokens on each rank.
+        routes: the routes of sampled tokens. Without them, the experts of a token are taken to be independent.
         topology: the expert-parallel group.
         striped: whether the ranks of a node deal their tokens to each other.
 
@@ -40,24 +47,37 @@ def estimate_visits(
         The tokens. The entry of a rank's own node counts all tokens of the rank.
     """
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    sample = jnp.asarray(batch_plan.assignment.sample)
-    lengths = jnp.append(jnp.asarray(batch.lengths, jnp.float32), 0)
-    tokens = lengths[jnp.where(sample == EMPTY, len(lengths) - 1, sample)].sum(-1)  # [M N G]
+    tokens = jnp.asarray(tokens, jnp.float32)
+    supply, served = _served(plan, load, topology)
+    if routes is None:
+        top_k = supply[:, :1].sum() / jnp.maximum(tokens.sum(), 1)
+        share = _share_of_loads(supply, served, top_k, topology)
+    else:
+        share = _share_of_routes(routes, supply, served, topology, striped=striped)
     if striped:
         tokens = jnp.broadcast_to(tokens.mean(-1, keepdims=True), tokens.shape)
-    if batch.routes is None:
-        share = _share_of_loads(batch, batch_plan, topology)
-    else:
-        share = _share_of_routes(batch.routes, batch_plan, topology, striped=striped)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
-    share = jnp.where(stays, 1.0, share)
-    return share * tokens.reshape(len(tokens), 1, nodes * local, 1)
+    return jnp.where(stays, 1.0, share) * tokens.reshape(len(tokens), 1, nodes * local, 1)
 
 
-def _served(batch_plan: BatchPlan, topology: Topology) -> tuple[jax.Array, jax.Array]:
-    """Return the copies that each node has and those that it serves, ``[M, L, N, E]``."""
-    plan, experts = batch_plan.plan, topology.num_experts
-    supply = jnp.asarray(batch_plan.load, jnp.float32).sum(3)
+def tokens_of_ranks(assignment: Assignment, lengths: Int[Array, " B"]) -> Float[jax.Array, "M N G"]:
+    """Return the number of tokens on each rank.
+
+    Args:
+        assignment: the samples of each rank.
+        lengths: the number of tokens of each sample.
+    """
+    sample = jnp.asarray(assignment.sample)
+    lengths = jnp.append(jnp.asarray(lengths, jnp.float32), 0)
+    return lengths[jnp.where(sample == EMPTY, len(lengths) - 1, sample)].sum(-1)
+
+
+def _served(
+    plan: Plan, load: Int[Array, "M L N G E"], topology: Topology
+) -> tuple[Float[jax.Array, "M L N E"], Float[jax.Array, "M L N E"]]:
+    """Return the copies that each node has, and those that it serves."""
+    experts = topology.num_experts
+    supply = jnp.asarray(load, jnp.float32).sum(3)
     slot_expert = jnp.asarray(plan.slot_expert).reshape(*supply.shape[:3], -1)
     quota = jnp.asarray(plan.quota, jnp.float32).reshape(slot_expert.shape)
     place = tuple(axis[..., None] for axis in jnp.ogrid[tuple(slice(0, size) for size in supply.shape[:3])])
@@ -65,9 +85,12 @@ def _served(batch_plan: BatchPlan, topology: Topology) -> tuple[jax.Array, jax.A
     return supply, jnp.zeros_like(supply).at[(*place, index)].add(quota, mode="drop")
 
 
-def _share_of_loads(batch: Batch, batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
-    supply, served = _served(batch_plan, topology)
-    top_k = batch.sample_load[:, :1].sum() / jnp.maximum(jnp.asarray(batch.lengths).sum(), 1)
+def _share_of_loads(
+    supply: Float[jax.Array, "M L N E"],
+    served: Float[jax.Array, "M L N E"],
+    top_k: Float[jax.Array, ""],
+    topology: Topology,
+) -> Float[jax.Array, "M L P N"]:
     own = jnp.minimum(supply, served)
     left, free = supply - own, served - own
     to_node = free / jnp.maximum(free.sum(2, keepdims=True), 1e-9)
@@ -78,16 +101,22 @@ def _share_of_loads(batch: Batch, batch_plan: BatchPlan, topology: Topology) -> 
 
 
 def _share_of_routes(
-    routes: Routes, batch_plan: BatchPlan, topology: Topology, *, striped: bool
+    routes: PlacedRoutes,
+    supply: Float[jax.Array, "M L N E"],
+    served: Float[jax.Array, "M L N E"],
+    topology: Topology,
+    *,
+    striped: bool,
 ) -> Float[jax.Array, "M L P N"]:
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    step = -(-len(routes.sample) // MOST_TOKENS)
-    placed = place_routes(jax.tree.map(lambda leaf: jnp.asarray(leaf)[::step], routes), batch_plan.assignment)
-    supply, served = (jnp.moveaxis(each, 1, 0) for each in _served(batch_plan, topology))
+    step = -(-len(routes.rank) // MOST_TOKENS)
+    placed = jax.tree.map(lambda leaf: jnp.asarray(leaf)[::step], routes)
+    supply, served = (jnp.moveaxis(each, 1, 0) for each in (supply, served))
     micro_batches, count = supply.shape[1], len(placed.rank)
     known = placed.micro_batch != EMPTY
     micro_batch, rank = (jnp.where(known, each, 0) for each in (placed.micro_batch, placed.rank))
-    level = jnp.arange(count) % LEVELS
+    # Drawn, because routing may be periodic in the positions of tokens.
+    level = jnp.asarray(np.random.default_rng(0).integers(LEVELS, size=count))
     bins = jnp.where(known, micro_batch * nodes * local + rank, micro_batches * nodes * local)
     number = jnp.zeros(micro_batches * nodes * local, jnp.float32).at[bins].add(1, mode="drop")
 
