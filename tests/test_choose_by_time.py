@@ -10,9 +10,8 @@ import pytest
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import rank_load
-from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
+from relibra_jax.contract.planner import PlacedRoutes, Planner, PlanRequest
 from relibra_jax.contract.types import Topology, layer_plans
-from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
@@ -21,8 +20,7 @@ from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
-from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.planning.choose_by_time import cheapest
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
@@ -133,19 +131,3 @@ def test_cheapest_chooses_by_balance_without_a_price():
         for part, own in zip(parts, states, strict=True)
     ]
     np.testing.assert_array_equal(rank_load(plan).max((2, 3)).sum(0), jnp.minimum(*peaks))
-
-
-@pytest.mark.parametrize(("scale", "expected"), [(1e-3, "near"), (1e5, "far")])
-def test_replicate_while_hidden_leaves_the_node_only_behind_attention(scale, expected):
-    load = random_load(0)
-    placement = Placement.without_residents(jnp.tile(jnp.arange(32)[None], (2, 1)), TOPOLOGY)
-    price = dataclasses.replace(COST_MODEL, scale=scale).price(TOPOLOGY)
-    request = PlanRequest(load, ROUTES, price=price)
-    plan = jax.jit(replicate_while_hidden)(request, placement, TOPOLOGY)
-    check_plan(plan, load, TOPOLOGY, across_nodes=expected == "far")
-    replicate = jax.jit(replicate_experts, static_argnames="across_nodes")
-    near, far = (replicate(request, placement, TOPOLOGY, across_nodes=across) for across in (False, True))
-    expected_plan = near if expected == "near" else far
-    np.testing.assert_array_equal(plan.quota, expected_plan.quota)
-    assert batch_imbalance(rank_load(far)) < batch_imbalance(rank_load(near))
-    assert (fetch_time(layer_plans(far, None), TOPOLOGY, price) > 0).any()

@@ -10,7 +10,7 @@ from relibra_jax.planning.ablation.placement_methods import descend, longest_fir
 from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.bin_search import search_bins
-from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
+from relibra_jax.planning.choose_by_time import cheapest
 from relibra_jax.planning.placement import BinSearch, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
@@ -80,11 +80,6 @@ def ablation() -> dict[str, PlannerEntry]:
         "eplb": PLANNERS["eplb"],
         "lplb": PLANNERS["lplb"],
         "relibra_across": PLANNERS["relibra_across"],
-        "far while hidden": PlannerEntry(
-            planner=relibra(replicate=replicate_while_hidden),
-            summary="replicas on any node, where attention hides their transfer in modelled time",
-            across_nodes=True,
-        ),
         "fastest of three": PlannerEntry(
             planner=fastest,
             summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",

@@ -1,8 +1,4 @@
-"""Planners that choose between plans by modelled time rather than by balance.
-
-`cheapest` chooses among planners, layer by layer. `replicate_while_hidden` sends replicas over the slow network if
-attention hides the transfer. Both are alternatives in the ablation.
-"""
+"""A planner that chooses between the plans of other planners by modelled time, layer by layer, for the ablation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from relibra_jax.contract.planner import Placement, Planner, PlanRequest
+from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Array, Plan, Topology, layer_plans
-from relibra_jax.cost.copies import fetch_time, push_time
+from relibra_jax.cost.copies import push_time
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.compiled_update import compiled_update
-from relibra_jax.planning.replication import replicate_experts
 
 
 def cheapest(planners: Sequence[Planner]) -> Planner:
@@ -66,21 +61,6 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
 
     uses_transitions = any(planner.uses_transitions for planner in planners)
     return Planner(init, update, uses_transitions=uses_transitions)
-
-
-def replicate_while_hidden(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
-    """Add replicas on any node if attention hides their transfer in modelled time, else only inside the expert's node.
-
-    The time of attention is that of the mean rank without the part that grows with the square of a sample, which is at
-    most that of the slowest rank, so the choice is conservative. This function is a
-    `relibra_jax.contract.planner.Replicate`.
-    """
-    inside_nodes = replicate_experts(request, placement, topology)
-    on_any_node = replicate_experts(request, placement, topology, across_nodes=True)
-    positions = _positions(request).mean((1, 2))
-    transfers = fetch_time(layer_plans(on_any_node, None), topology, request.price).max((-2, -1))
-    hidden = transfers <= request.price.token * positions[:, None]
-    return _choose(hidden, on_any_node, inside_nodes, jnp.ones(len(placement.home), bool))
 
 
 def _positions(request: PlanRequest) -> Float[jax.Array, "M N G"]:

@@ -6,7 +6,7 @@ search moves one expert at a time, and each of its moves has to pay for itself; 
 They are packed for the mean of the batches so far, so that they suit many batches, where the search suits one.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import Array, Topology
 
+NEAR: Final = 1.001
+"""The load up to which a bin keeps its experts, as a multiple of the mean; more than 1 because of rounding."""
 SEARCHED, BEFORE, CONTIGUOUS, PACKED = range(4)
 
 
@@ -83,8 +85,8 @@ def pack_near(
 ) -> Int[jax.Array, "L E"]:
     """Pack experts on nodes and then on the ranks of each node, heaviest first, near the homes that they have.
 
-    An expert goes to the lightest bin that has room. Among bins as light as that, up to a hundredth of the mean, it
-    stays where it is.
+    An expert stays where it is as long as that is no fuller than the mean, and else goes to the lightest bin that has
+    room.
 
     Args:
         load: the load of each expert over the batch.
@@ -105,9 +107,7 @@ def pack_near(
 
             def lightest(total, count, room, own, allowed):
                 free = allowed & (count < room)
-                least = jnp.where(free, total, jnp.inf).min()
-                near = load.sum() / total.size / 100
-                stays = free[own] & (total[own] <= least + near)
+                stays = free[own] & (total[own] + load[expert] <= load.sum() / total.size * NEAR)
                 return jnp.where(stays, own, jnp.where(free, total, jnp.inf).argmin())
 
             own_rank = before[expert] // topology.home_slots

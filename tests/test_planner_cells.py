@@ -1,0 +1,37 @@
+"""ReLibra beside other planners over a sample of settings (`experiments.planner_cells`)."""
+
+import itertools
+
+import jax
+import pytest
+
+from experiments.planner_cells import VALUES, Cell, PlannerCells, draw_cells, main, run_cell
+
+RIVALS = ("static", "eplb", "lplb", "moonep", "laer", "foremoe")
+BEHIND = 1.04
+"""The most that ReLibra may take, as a multiple of the best rival's time, in any cell. The aim is 1.002."""
+
+
+def test_cells_cover_all_pairs_of_values():
+    cells = draw_cells(200)
+    assert cells == draw_cells(200)
+    assert len(set(cells)) == 200
+    for first, second in itertools.combinations(Cell._fields, 2):
+        seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
+        missing = set(itertools.product(VALUES[first], VALUES[second])) - seen
+        assert not missing, (first, second, missing)
+
+
+@pytest.mark.slow
+def test_relibra_is_behind_no_rival_in_a_few_cells(capsys):
+    assert main(PlannerCells(cells=6, first=5, rivals=("static", "moonep"))) == 0
+    assert "0 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_relibra_is_hardly_behind_any_rival(number):
+    seconds = run_cell(draw_cells(200)[number], ("relibra", *RIVALS))
+    jax.clear_caches()
+    assert seconds["relibra"] <= BEHIND * min(seconds[name] for name in RIVALS), seconds
