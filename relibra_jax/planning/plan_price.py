@@ -35,8 +35,7 @@ class StagePrice(NamedTuple):
     total: Float[jax.Array, ""]
     """All seconds."""
     by_layer: Float[jax.Array, " L"]
-    """The seconds that depend on the plan of each layer. Their sum is above the total of pushes, which layers share,
-    and without what all plans have in common."""
+    """The seconds that depend on the plan of each layer, without what all plans have in common."""
 
 
 def price_stages(
@@ -93,14 +92,17 @@ def _price_stage(
     plan, micro_batches = some.plan, len(stage.load) // price.data_parallel
     layers = len(plan.home)
     rest = layers * (price.head * positions * micro_batches + price.update)
-    total = by_group.sum(1).max() + push_time(plan, topology, price) + rest
+    push = push_time(plan, topology, price)
+    total = by_group.sum(1).max() + push + rest
     by_layer = by_group.mean(0)
     one_layer = plan._replace(
         slot_expert=jnp.asarray(plan.slot_expert)[:1].swapaxes(0, 1)[:, :, None],
         home=jnp.asarray(plan.home)[:, None],
         quota=jnp.asarray(plan.quota)[:1].swapaxes(0, 1)[:, :, None],
     )
-    by_layer += jax.vmap(lambda plan: push_time(plan, topology, price))(one_layer)
+    # The busiest rank of all layers together pushes less than those of the layers: each layer gets its part of that.
+    pushes = jax.vmap(lambda plan: push_time(plan, topology, price))(one_layer)
+    by_layer += pushes * (push / jnp.maximum(pushes.sum(), 1e-30))
     if home is not None:
 
         def reorder(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.
     # The time of attention between the tokens of a sample comes on top; the choice is on the safe side.
     attention = jnp.broadcast_to(price.token * tokens.max(), tokens.shape)
     ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=even_pairs(plans, topology))
-    return layer_time(ranks, price).total
+    return jnp.asarray(layer_time(ranks, price).total)
 
 
 def replicate_with_visitors(
