@@ -104,7 +104,9 @@ def plan_batch(
     alternate. The first plan is for the samples as the stages start. Each of the ``rounds`` then assigns the samples
     for the homes of the last plan, and plans again for the resulting loads, starting from those homes. The plan with
     the lowest price of all rounds is returned. If moves, crossings or pushes cost something, and the planner can also
-    leave experts at given homes, the plan never costs more than that. Works under jit.
+    leave experts at given homes, every layer then chooses between several homes (`relibra_jax.planning.portfolio`), so
+    the plan never costs more than to leave experts where they are. The price of moves counts in part if they serve
+    several batches (`relibra_jax.planning.horizon`). Works under jit.
 
     All stages share homes and residents, and are planned before the first one runs, as in ForeMoE (arXiv 2606.11867).
     Planning them in one search is our addition: the planner sees the micro-batches of all stages as additional entries
