@@ -15,6 +15,7 @@ from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.visiting_replicas import replicate_anywhere
 
 TUNABLE: Final = ("relibra", "relibra_across")
 """The planners that take `Reorder` and `Replicate`. The variants of all others are planners with names of their own."""
@@ -45,8 +46,8 @@ def tuned_planner(name: str, reorder: Reorder, replicate: Replicate) -> PlannerE
     """Return a planner of `TUNABLE` with its settings. Equal settings give the same object, so jit compiles once."""
     entry = PLANNERS[name]
     place = functools.partial(place_experts, **dataclasses.asdict(reorder))
-    options = {"across_nodes": entry.across_nodes, **dataclasses.asdict(replicate)}
-    planner = relibra(place=place, replicate=functools.partial(replicate_experts, **options))
+    add_replicas = replicate_anywhere if entry.across_nodes else replicate_experts
+    planner = relibra(place=place, replicate=functools.partial(add_replicas, **dataclasses.asdict(replicate)))
     return dataclasses.replace(entry, planner=planner)
 
 

@@ -9,6 +9,7 @@ visitors is planned, and each layer takes the one with the least modelled time i
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,34 +26,52 @@ from relibra_jax.planning.per_node import plan_per_node_with_residents
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.residents import choose_residents, nodes_holding, residents_on_ranks
 from relibra_jax.planning.visit_estimates import estimate_visits
+from relibra_jax.support.argument_types import checks_arguments
 
 
-def replicate_anywhere(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
+@checks_arguments
+def replicate_anywhere(
+    request: PlanRequest,
+    placement: Placement,
+    topology: Topology,
+    *,
+    min_tokens: int = 1,
+    tile: int = 1,
+    exact: bool = False,
+) -> Plan:
     """Add replicas on any node, wherever they take the least modelled time. Works under jit and scan.
 
     This function is a `relibra_jax.contract.planner.Replicate`. Without the tokens of ranks, from which the time of
-    attention follows, or with nothing paid for crossings, replicas stay inside their nodes.
+    attention follows, replicas stay inside their nodes.
 
     Args:
         request: the load, tokens, routes and price.
         placement: the homes and residents.
         topology: the expert-parallel group.
+        min_tokens, tile, exact: the options of `relibra_jax.planning.replication.replicate_experts`, for replicas
+            inside nodes.
 
     Returns:
         A Plan; unused replica slots are EMPTY.
+
+    Raises:
+        ValueError: under the conditions of `relibra_jax.planning.replication.replicate_experts`.
     """
-    inside = replicate_experts(request, placement, topology)
+    options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
+    inside = replicate_experts(request, placement, topology, **options)
     if topology.num_nodes == 1 or not topology.replica_slots or request.tokens is None:
         return inside
-    return _fastest(request, placement, inside, topology)
+    return _fastest(request, placement, inside, topology, **options)
 
 
-@functools.partial(jax.jit, static_argnames="topology")
-def _fastest(request: PlanRequest, placement: Placement, inside: Plan, topology: Topology) -> Plan:
+@functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))
+def _fastest(
+    request: PlanRequest, placement: Placement, inside: Plan, topology: Topology, **options: Any
+) -> Plan:
     mixed, least = inside, _seconds(inside, request, topology)
     total_inside = least.sum()
     for visitors in range(1, topology.replica_slots + 1):
-        plan = replicate_with_visitors(request, placement, topology, visitors=visitors)
+        plan = replicate_with_visitors(request, placement, topology, visitors=visitors, **options)
         seconds = _seconds(plan, request, topology)
         wins = (seconds < least)[:, :, None, None, None]
         mixed = Plan(
@@ -80,7 +99,14 @@ def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.
 
 
 def replicate_with_visitors(
-    request: PlanRequest, placement: Placement, topology: Topology, *, visitors: int
+    request: PlanRequest,
+    placement: Placement,
+    topology: Topology,
+    *,
+    visitors: int,
+    min_tokens: int = 1,
+    tile: int = 1,
+    exact: bool = False,
 ) -> Plan:
     """Let each rank hold a number of experts of other nodes for one micro-batch, and even out ranks with other slots.
 
@@ -89,6 +115,7 @@ def replicate_with_visitors(
         placement: the homes and residents.
         topology: the expert-parallel group.
         visitors: the number of replica slots of a rank for experts of other nodes, 1 to R.
+        min_tokens, tile, exact: the options of `replicate_anywhere`.
 
     Returns:
         A Plan. A visitor without tokens leaves its slot EMPTY.
@@ -125,7 +152,9 @@ def replicate_with_visitors(
     held_experts = jnp.concatenate([resident, visiting], axis=-1)
     holds = nodes_holding(Placement(home, held_experts), wider)
     load = jax.vmap(split_nodes)(load, holds, of_all(home_node))
-    replicate = functools.partial(replicate_domain, replica_slots=wider.replica_slots)
+    replicate = functools.partial(
+        replicate_domain, replica_slots=wider.replica_slots, min_tokens=min_tokens, tile=tile, exact=exact
+    )
     plan = plan_per_node_with_residents(replicate, load[None], home, held_experts, wider)
     return _as_replicas(plan, placement, topology, micro_batches)
 
