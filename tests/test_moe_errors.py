@@ -132,7 +132,7 @@ def test_moe_layer_is_nan_under_a_plan_of_another_load():
 @pytest.mark.parametrize("fetch", ["padded", "emulated"])
 def test_moe_layer_is_nan_for_replicas_across_nodes_unless_allowed(fetch):
     arguments, parallel = single(fetch=fetch)
-    across = arguments | {"plan": plans("2x4", 2, "relibra_across").layer(2).layer(0)}
+    across = arguments | {"plan": plans("2x4", 2, "eplb_global").layer(2).layer(0)}
     across["expert_ids"] = jnp.asarray(routings()[2])
     assert_all_nan(call(across, parallel), across)
 

@@ -171,7 +171,7 @@ def test_stages_without_common_samples_share_one_copy_of_the_routes(replay):
     requests = []
     plan_batch(replay, recorder(requests), (), TOPOLOGY, stages=SPLIT, cost=SPLIT_COSTS)
     jax.effects_barrier()
-    ((load, routes, _, mean, _),) = requests
+    ((load, routes, _, mean, *_),) = requests
     micro_batch, rank = np.asarray(routes.micro_batch), np.asarray(routes.rank)
     assert len(micro_batch) == 2 * 16_384
     assert (micro_batch != EMPTY).all()
@@ -213,10 +213,11 @@ def test_stages_reach_planners_as_one_batch(replay):
     requests = []
     stages, _ = plan_batch(replay, recorder(requests), (), TOPOLOGY, stages=STAGES, cost=COSTS)
     jax.effects_barrier()
-    ((load, routes, transitions, price, start),) = requests
+    ((load, routes, transitions, price, tokens, start),) = requests
     assert transitions is None
     assert start is None
     np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
+    np.testing.assert_array_equal(2 * tokens, load[:, 0].sum(-1))
     counted = np.zeros_like(load)
     micro_batch, rank = np.asarray(routes.micro_batch), np.asarray(routes.rank)
     for layer in range(2):

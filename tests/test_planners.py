@@ -206,13 +206,14 @@ def make_facts():
         "routes": PlacedRoutes(ids, micro_batch.astype(np.int32), rank.astype(np.int32)),
         "transitions": Transitions(*transitions),
         "price": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
+        "tokens": rng.integers(1, 64, (MICRO_BATCHES, 2, 4)).astype(np.float32),
         "start": np.tile(np.arange(32, dtype=np.int32)[::-1], (LAYERS, 1)),
     }
 
 
 FACTS = make_facts()
 OF_RELIBRA = ("routes", "price", "start")
-READS = {"laer": ("price",), "relibra": OF_RELIBRA, "relibra_across": OF_RELIBRA}
+READS = {"laer": ("price",), "relibra": OF_RELIBRA, "relibra_across": (*OF_RELIBRA, "tokens")}
 READS |= {name: ("transitions",) for name in PLANNERS if PLANNERS[name].planner.uses_transitions}
 """The optional fields of a request that planners read; all others read only the load."""
 

@@ -41,8 +41,8 @@ def replicate_anywhere(
 ) -> Plan:
     """Add replicas on any node, wherever they take the least modelled time. Works under jit and scan.
 
-    This function is a `relibra_jax.contract.planner.Replicate`. Without the tokens of ranks, from which the time of
-    attention follows, replicas stay inside their nodes.
+    This function is a `relibra_jax.contract.planner.Replicate`. If the tokens of ranks are unknown, they are taken from
+    the load and the number of experts in the routes of a token; without routes, every copy counts as a token.
 
     Args:
         request: the load, tokens, routes and price.
@@ -59,7 +59,7 @@ def replicate_anywhere(
     """
     options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
     inside = replicate_experts(request, placement, topology, **options)
-    if topology.num_nodes == 1 or not topology.replica_slots or request.tokens is None:
+    if topology.num_nodes == 1 or not topology.replica_slots:
         return inside
     return _fastest(request, placement, inside, topology, **options)
 
@@ -88,7 +88,7 @@ def _fastest(
 def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.Array, "M L"]:
     """Estimate the seconds of every layer and micro-batch."""
     price, plans = request.price, layer_plans(plan, request.load)
-    tokens = jnp.asarray(request.tokens, jnp.float32)
+    tokens = _tokens(request)
     visits = None
     if price.hierarchical:
         visits = estimate_visits(plan, request.load, tokens, request.routes, topology, striped=price.striped)
@@ -96,6 +96,13 @@ def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.
     attention = jnp.broadcast_to(price.token * tokens.max(), tokens.shape)
     ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=even_pairs(plans, topology))
     return jnp.asarray(layer_time(ranks, price).total)
+
+
+def _tokens(request: PlanRequest) -> Float[jax.Array, "M N G"]:
+    if request.tokens is not None:
+        return jnp.asarray(request.tokens, jnp.float32)
+    top_k = 1 if request.routes is None else request.routes.expert_ids.shape[-1]
+    return jnp.asarray(request.load, jnp.float32)[:, 0].sum(-1) / top_k
 
 
 def replicate_with_visitors(
