@@ -118,9 +118,24 @@ def batch_time(
     reorder = jnp.zeros(())
     if previous_home is not None:
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)
-    micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
-    rest = layers * (cost.head * positions * micro_batches + cost.update)
-    return _slowest_copy(layer_time(ranks, cost), cost.data_parallel, push, reorder, jnp.asarray(rest))
+    rest = rest_time(positions, cost, micro_batches=loads[0], num_layers=loads[1])
+    return _slowest_copy(layer_time(ranks, cost), cost.data_parallel, push, reorder, rest)
+
+
+def rest_time(
+    positions: Float[Array, ""] | float, cost: Price, *, micro_batches: int, num_layers: int
+) -> Float[jax.Array, ""]:
+    """Model the seconds of a batch that do not depend on its plan: output head, sum of dense gradients, optimizer step.
+
+    Args:
+        positions: the token positions of a rank in a micro-batch.
+        cost: the price.
+        micro_batches: M, the number of micro-batches of all data-parallel groups.
+        num_layers: L, the number of MoE layers.
+    """
+    return jnp.asarray(
+        num_layers * (cost.head * positions * micro_batches / cost.data_parallel + cost.update)
+    )
 
 
 @checks_arguments
@@ -198,7 +213,7 @@ def balanced_time(
         exposed=jnp.zeros_like(copies),
     )
     zero = jnp.zeros(())
-    rest = layers * (cost.head * positions * micro_batches / cost.data_parallel + cost.update)
+    rest = rest_time(positions, cost, micro_batches=micro_batches, num_layers=layers)
     return _slowest_copy(times, cost.data_parallel, zero, zero, rest)
 
 

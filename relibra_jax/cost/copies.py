@@ -96,6 +96,19 @@ def reorder_time(
         topology: the expert-parallel group.
         cost: the price.
     """
+    return jnp.asarray(cost.move * moves_of_layers(home, previous_home, topology).sum())
+
+
+def moves_of_layers(
+    home: Int[Array, "L E"], previous_home: Int[Array, "L E"], topology: Topology
+) -> Float[jax.Array, " L"]:
+    """Return the number of experts that every rank sends to move those of each layer to new homes.
+
+    Args:
+        home: flat home slot of each expert in this batch.
+        previous_home: flat home slot of each expert before this batch.
+        topology: the expert-parallel group.
+    """
     source, target = (jnp.asarray(slots) // topology.home_slots for slots in (previous_home, home))
 
     def most_leaving(source: jax.Array, target: jax.Array) -> jax.Array:
@@ -105,7 +118,7 @@ def reorder_time(
     most = jax.vmap(most_leaving)(source, target)
     rounded = jnp.maximum(2 * power_of_two(jnp.maximum(most - 1, 0).astype(jnp.float32)), 1)
     rounded = jnp.minimum(rounded, topology.home_slots)
-    return jnp.asarray(cost.move * jnp.where(most > 0, rounded, 0.0).sum())
+    return jnp.where(most > 0, rounded, 0.0)
 
 
 def _own_rank(topology: Topology) -> Int[np.ndarray, "N G 1"]:

@@ -97,11 +97,13 @@ def plan_per_node_with_residents(
 
     replica_experts, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, node_experts)
 
-    def home_slot(home, experts):
-        return jnp.where(experts == EMPTY, EMPTY, home[experts])
+    replica = jax.vmap(home_slots_of, (0, 1), 1)(home, replica_experts)
+    return assemble_plan(home, replica, quota, topology, resident=jax.vmap(home_slots_of)(home, resident))
 
-    replica = jax.vmap(home_slot, (0, 1), 1)(home, replica_experts)
-    return assemble_plan(home, replica, quota, topology, resident=jax.vmap(home_slot)(home, resident))
+
+def home_slots_of(home: Int[Array, " E"], experts: Int[Array, "*slots"]) -> Int[jax.Array, "*slots"]:
+    """Return the flat home slot of the expert in each slot, in one layer; EMPTY for none."""
+    return jnp.where(experts == EMPTY, EMPTY, home[experts])
 
 
 def merge_copies(

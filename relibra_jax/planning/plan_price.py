@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
-from relibra_jax.cost.batch_time import BatchTime, batch_time
-from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.batch_time import BatchTime, batch_time, rest_time
+from relibra_jax.cost.copies import moves_of_layers, push_time
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.even_pairs import even_pairs
@@ -89,9 +89,8 @@ def _price_stage(
     ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=pairs)
     seconds = layer_time(ranks, price).total * factor  # [M L]
     by_group = seconds.reshape(price.data_parallel, -1, seconds.shape[1]).sum(1)
-    plan, micro_batches = some.plan, len(stage.load) // price.data_parallel
-    layers = len(plan.home)
-    rest = layers * (price.head * positions * micro_batches + price.update)
+    plan = some.plan
+    rest = rest_time(positions, price, num_layers=len(plan.home), micro_batches=len(stage.load))
     push = push_time(plan, topology, price)
     total = by_group.sum(1).max() + push + rest
     by_layer = by_group.mean(0)
@@ -104,11 +103,7 @@ def _price_stage(
     pushes = jax.vmap(lambda plan: push_time(plan, topology, price))(one_layer)
     by_layer += pushes * (push / jnp.maximum(pushes.sum(), 1e-30))
     if home is not None:
-
-        def reorder(new: jax.Array, old: jax.Array) -> jax.Array:
-            return reorder_time(new[None], old[None], topology, price)
-
-        moves = jax.vmap(reorder)(jnp.asarray(plan.home), jnp.asarray(home)) / batches
+        moves = price.move * moves_of_layers(plan.home, home, topology) / batches
         total, by_layer = total + moves.sum(), by_layer + moves
     return StagePrice(jnp.asarray(total, jnp.float32), by_layer.astype(jnp.float32))
 

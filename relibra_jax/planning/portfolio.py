@@ -75,9 +75,11 @@ def homes_of(
         load: the load of each expert, for which homes are packed.
         topology: the expert-parallel group.
     """
+    searched, before = jnp.asarray(searched), jnp.asarray(before)
     contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
-    packed = pack_near(jnp.asarray(load), before, topology)
-    return jnp.stack([jnp.asarray(searched), jnp.asarray(before), contiguous, packed])[trial.home]
+    # In the order of SEARCHED, BEFORE, CONTIGUOUS, PACKED. A switch packs only if the trial asks for it.
+    homes = (lambda: searched, lambda: before, lambda: contiguous)
+    return jax.lax.switch(trial.home, (*homes, lambda: pack_near(jnp.asarray(load), before, topology)))
 
 
 def pack_near(
@@ -124,8 +126,7 @@ def pack_near(
             )
             return carry, rank
 
-        start = (jnp.zeros(nodes), jnp.zeros(ranks), jnp.zeros(nodes, jnp.int32), jnp.zeros(ranks, jnp.int32))
-        start = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.kind == "f" else leaf, start)
+        start = tuple(jnp.zeros(bins, kind) for kind in (jnp.float32, jnp.int32) for bins in (nodes, ranks))
         _, rank = jax.lax.scan(place, start, order)
         rank = jnp.zeros(experts, jnp.int32).at[order].set(rank.astype(jnp.int32))
         return keep_slots(rank, before, topology.home_slots)

@@ -103,18 +103,25 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """
     rounds = problem.rounds
     if not rounds and not problem.can_stay:
-        return _plan_round(problem, problem.starts, None if problem.start is None else problem.start.home)
+        loads, request = _request(problem, problem.starts)
+        start = None if problem.start is None else problem.start.home
+        return _plan_round(problem, problem.starts, loads, request._replace(start=start))
 
     # One loop compiles placement, replication, the assignment of each stage and the price only once.
     first = int(bool(rounds) and problem.start is not None)
     trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
-    stages, _ = jax.eval_shape(functools.partial(_plan_round, problem), starts, problem.no_homes)
+
+    def plan_starts() -> tuple[tuple[BatchPlan, ...], Any]:
+        loads, request = _request(problem, starts)
+        return _plan_round(problem, starts, loads, request._replace(start=problem.no_homes))
+
+    stages, _ = jax.eval_shape(plan_starts)
     blank = jax.tree.map(jnp.zeros_like, stages)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
     nothing = _Best(blank, problem.state, worst)
 
-    def body(number, carry: tuple[_Best, _Best, _Latest]) -> tuple[_Best, _Best, _Latest]:
+    def body(number, carry: tuple[_Best, _Merged, _Latest]) -> tuple[_Best, _Merged, _Latest]:
         best, merged, latest = carry
         trial = (
             jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
@@ -128,15 +135,18 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        stay = None if trial is None else _Stay(tries, trial, best.stages[0].plan.home, latest.state)
-        stages, state = _plan_round(problem, assignments, start, stay)
-        if trial is not None:
-            whole = tries & trial.is_merged
-            merged_state = latest.state._replace(home=merged.stages[0].plan.home)
-            stages, state = jax.tree.map(
-                functools.partial(jnp.where, whole), (merged.stages, merged_state), (stages, state)
+        loads, request = _request(problem, assignments)
+        request = request._replace(start=start)
+        if trial is None:
+            stages, state = _plan_round(problem, assignments, loads, request)
+        else:
+            stay = _Stay(tries, trial, best.stages[0].plan.home, latest.state)
+            stages, state = jax.lax.cond(
+                tries & trial.is_merged,
+                lambda: (merged.stages, latest.state._replace(home=merged.stages[0].plan.home)),
+                functools.partial(_plan_round, problem, assignments, loads, request, stay),
             )
-        price = _price(problem, assignments, stages)
+        price = _price(problem, request, stages)
         plan = _Best(stages, state, price)
         if trial is not None:
             merged = _merge(plan, best, merged, trial, tries)
@@ -149,16 +159,16 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
 
     latest = _Latest(problem.state, _first_placement(problem, blank), starts)
     stop = rounds + 1 + len(trials)
-    best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing, latest))
+    nothing_merged = _Merged(blank, worst.by_layer)
+    best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing_merged, latest))
     return best.stages, best.state
 
 
-def _price(problem: Problem, assignments: Sequence[Assignment], stages: Sequence[BatchPlan]) -> StagePrice:
+def _price(problem: Problem, request: PlanRequest, stages: Sequence[BatchPlan]) -> StagePrice:
     """Price the plans of all stages; moves are divided among the batches that they serve."""
     topology = problem.topology
     batches: Float[jax.Array, " L"] | float = 1.0
     if problem.planner.serves is not None and problem.compare_staying:
-        _, request = _request(problem, assignments)
         batches = problem.planner.serves(stages[0].plan.home, request, problem.state, topology)
     return price_stages(
         stages,
@@ -171,20 +181,27 @@ def _price(problem: Problem, assignments: Sequence[Assignment], stages: Sequence
 
 
 class _Best(NamedTuple):
-    """A plan with its price: the cheapest so far, or the one that is merged from the trials."""
+    """The cheapest plan so far."""
 
     stages: tuple[BatchPlan, ...]
     state: Any
     price: StagePrice
 
 
-def _merge(plan: _Best, best: _Best, merged: _Best, trial: Trial, tries: Array) -> _Best:
+class _Merged(NamedTuple):
+    """The plan that has the cheapest layers of the trials so far."""
+
+    stages: tuple[BatchPlan, ...]
+    by_layer: Float[jax.Array, " L"]
+    """The seconds of each layer, as `StagePrice` has them."""
+
+
+def _merge(plan: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array) -> _Merged:
     """Take the layers of a trial's plan that cost less than those of the plan that is merged so far."""
     begins = trial.begins & tries
     # Under the best assignment, with replicas, the trials begin with the best plan.
     from_best = begins & ~trial.first_assignment & ~trial.bare
-    none = merged.price.by_layer * 0 + jnp.inf
-    old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, none, merged.price.by_layer))
+    old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, jnp.inf, merged.by_layer))
     old_plans = jax.tree.map(functools.partial(jnp.where, from_best), best.stages, merged.stages)
     wins = (plan.price.by_layer < old) & ~trial.is_merged
 
@@ -197,9 +214,7 @@ def _merge(plan: _Best, best: _Best, merged: _Best, trial: Trial, tries: Array) 
         home = jnp.where(wins[:, None], new.plan.home, old.plan.home)
         return BatchPlan(new.assignment, new.load, Plan(slots, home, quotas))
 
-    stages = tuple(map(pick, plan.stages, old_plans))
-    by_layer = jnp.where(wins, plan.price.by_layer, old)
-    return _Best(stages, plan.state, StagePrice(plan.price.total, by_layer))
+    return _Merged(tuple(map(pick, plan.stages, old_plans)), jnp.where(wins, plan.price.by_layer, old))
 
 
 class _Latest(NamedTuple):
@@ -255,13 +270,12 @@ class _Stay(NamedTuple):
 def _plan_round(
     problem: Problem,
     assignments: Sequence[Assignment],
-    start: Int[Array, "L E"] | None,
+    loads: Sequence[Array],
+    request: PlanRequest,
     stay: _Stay | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan all stages for their assignments, by a search or, if it is chosen, as ``stay`` says."""
     planner, topology = problem.planner, problem.topology
-    loads, request = _request(problem, assignments)
-    request = request._replace(start=start)
     if stay is None:
         plan, state = planner.update(request, problem.state, topology)
         return _split_stages(assignments, loads, plan), state

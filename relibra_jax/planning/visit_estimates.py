@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from relibra_jax.contract.plan import node_quota
 from relibra_jax.contract.planner import PlacedRoutes
-from relibra_jax.contract.types import EMPTY, Array, Assignment, Plan, Topology
+from relibra_jax.contract.types import EMPTY, Array, Assignment, Plan, Topology, layer_plans
 
 LEVELS: Final = 4
 """The number of steps in which the copies of an expert are divided over nodes."""
@@ -48,7 +49,7 @@ def estimate_visits(
     """
     nodes, local = topology.num_nodes, topology.ranks_per_node
     tokens = jnp.asarray(tokens, jnp.float32)
-    supply, served = _served(plan, load, topology)
+    supply, served = _served(plan, load)
     if routes is None:
         top_k = supply[:, :1].sum() / jnp.maximum(tokens.sum(), 1)
         share = _share_of_loads(supply, served, top_k, topology)
@@ -73,16 +74,11 @@ def tokens_of_ranks(assignment: Assignment, lengths: Int[Array, " B"]) -> Float[
 
 
 def _served(
-    plan: Plan, load: Int[Array, "M L N G E"], topology: Topology
+    plan: Plan, load: Int[Array, "M L N G E"]
 ) -> tuple[Float[jax.Array, "M L N E"], Float[jax.Array, "M L N E"]]:
     """Return the copies that each node has, and those that it serves."""
-    experts = topology.num_experts
-    supply = jnp.asarray(load, jnp.float32).sum(3)
-    slot_expert = jnp.asarray(plan.slot_expert).reshape(*supply.shape[:3], -1)
-    quota = jnp.asarray(plan.quota, jnp.float32).reshape(slot_expert.shape)
-    place = tuple(axis[..., None] for axis in jnp.ogrid[tuple(slice(0, size) for size in supply.shape[:3])])
-    index = jnp.where(slot_expert == EMPTY, experts, slot_expert)
-    return supply, jnp.zeros_like(supply).at[(*place, index)].add(quota, mode="drop")
+    served = jax.vmap(jax.vmap(node_quota))(layer_plans(plan, jnp.asarray(load)))
+    return jnp.asarray(load, jnp.float32).sum(3), served.astype(jnp.float32)
 
 
 def _share_of_loads(

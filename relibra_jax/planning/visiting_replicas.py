@@ -22,7 +22,7 @@ from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.even_pairs import even_pairs
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
-from relibra_jax.planning.per_node import plan_per_node_with_residents
+from relibra_jax.planning.per_node import home_slots_of, plan_per_node_with_residents
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.residents import choose_residents, nodes_holding, residents_on_ranks
 from relibra_jax.planning.visit_estimates import estimate_visits
@@ -111,9 +111,7 @@ def replicate_with_visitors(
     topology: Topology,
     *,
     visitors: int,
-    min_tokens: int = 1,
-    tile: int = 1,
-    exact: bool = False,
+    **options: Any,
 ) -> Plan:
     """Let each rank hold a number of experts of other nodes for one micro-batch, and even out ranks with other slots.
 
@@ -122,7 +120,7 @@ def replicate_with_visitors(
         placement: the homes and residents.
         topology: the expert-parallel group.
         visitors: the number of replica slots of a rank for experts of other nodes, 1 to R.
-        min_tokens, tile, exact: the options of `replicate_anywhere`.
+        **options: ``min_tokens``, ``tile`` and ``exact``, as for `replicate_anywhere`.
 
     Returns:
         A Plan. A visitor without tokens leaves its slot EMPTY.
@@ -159,9 +157,7 @@ def replicate_with_visitors(
     held_experts = jnp.concatenate([resident, visiting], axis=-1)
     holds = nodes_holding(Placement(home, held_experts), wider)
     load = jax.vmap(split_nodes)(load, holds, of_all(home_node))
-    replicate = functools.partial(
-        replicate_domain, replica_slots=wider.replica_slots, min_tokens=min_tokens, tile=tile, exact=exact
-    )
+    replicate = functools.partial(replicate_domain, replica_slots=wider.replica_slots, **options)
     plan = plan_per_node_with_residents(replicate, load[None], home, held_experts, wider)
     return _as_replicas(plan, placement, topology, micro_batches)
 
@@ -190,16 +186,13 @@ def _as_replicas(plan: Plan, placement: Placement, topology: Topology, micro_bat
     at_resident = jnp.where(same, copied[..., None], 0).sum(-2)
     dropped = same.any(-1) | (copied == 0) | (copies == EMPTY)
 
-    def home_slot(home: jax.Array, expert: jax.Array) -> jax.Array:
-        return jnp.where(expert == EMPTY, EMPTY, home[expert])
-
     home = jnp.asarray(placement.home)
-    replica = jax.vmap(home_slot, (0, 1), 1)(home, jnp.where(dropped, EMPTY, copies))
+    replica = jax.vmap(home_slots_of, (0, 1), 1)(home, jnp.where(dropped, EMPTY, copies))
     # A rank has at most R copies that are no residents; they come first.
     key = jnp.where(dropped, topology.num_experts, replica)
     key, at_replica = jax.lax.sort((key, jnp.where(dropped, 0, copied)), num_keys=1)
     first = slice(0, topology.replica_slots)
     replica = jnp.where(key == topology.num_experts, EMPTY, key)[..., first]
     quota = jnp.concatenate([quota[..., :homes], at_resident, at_replica[..., first]], axis=-1)
-    resident = jax.vmap(home_slot)(home, resident)
+    resident = jax.vmap(home_slots_of)(home, resident)
     return assemble_plan(home, replica, quota, topology, resident=resident)
