@@ -275,7 +275,7 @@ def test_relibra_passes_the_request_to_its_parts():
         planner.update(request, state, topology)
         placed, replicated = received
         assert replicated is request
-        # Placement divides the price of moves among the batches that homes serve, and sees all else as it is.
+        # Before the first batch, placement divides the price of moves among the batches that homes serve.
         price = dataclasses.replace(placed.price, move=4 * placed.price.move)
         chex.assert_trees_all_equal(placed._replace(price=price), request)
         placement, after = planner.reorder(request, state, topology)

@@ -64,7 +64,7 @@ def relibra(
         replicate: the function that chooses replicas and quotas inside a batch.
         batches: the number of batches that new homes are expected to serve, if loads stay as they are. Moves of experts
             are paid for once and save time in all of them (`relibra_jax.planning.horizon`). With 1, a move has to pay
-            in the batch for which it is made.
+            in the batch for which it is made. The search itself divides the price of moves in the first batch alone.
 
     Returns:
         A Planner whose state is a RelibraState. The first state is Megatron-LM's contiguous placement.
@@ -89,7 +89,9 @@ def relibra(
     ) -> tuple[Placement, RelibraState]:
         check_load(request.load, topology)
         key, next_key = jax.random.split(state.key)
-        price = dataclasses.replace(request.price, move=request.price.move / batches)
+        # The search finds what suits this batch. Only from the first homes, which suit none, does that suit later ones.
+        served = jnp.where(state.history.batches > 0, 1, batches)
+        price = dataclasses.replace(request.price, move=request.price.move / served)
         placement = place(request._replace(price=price), state.home, topology, key=key)
         placement = Placement(*(jnp.asarray(leaf, jnp.int32) for leaf in placement))
         return placement, RelibraState(
