@@ -22,7 +22,7 @@ from relibra_jax.contract.types import BALANCE, BatchPlan, Plan, Price, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.planning.baselines.eplb import rebalance_experts
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import plan_batch
@@ -78,14 +78,17 @@ def bench_planners() -> None:
     planner, key = PLANNERS["relibra"].planner, jax.random.key(0)
     state = planner.init(BATCH, LAYERS, key=key)
 
-    def joint(batch: Batch, topology: Topology, cost: Price) -> tuple[BatchPlan, Any]:
+    def joint(
+        batch: Batch, topology: Topology, cost: Price, assign: Assign | None = assign_samples
+    ) -> tuple[BatchPlan, Any]:
         return plan_batch(
-            batch, planner, state, topology, stages=MICRO_BATCHES, assign=assign_samples, key=key, cost=cost
+            batch, planner, state, topology, stages=MICRO_BATCHES, assign=assign, key=key, cost=cost
         )
 
     counts = Batch(replay_load, tokens)
     batch = counts._replace(routes=sample_tokens(replay_load, tokens, top_k=8))
     runs["relibra, samples assigned"] = lambda: joint(counts, BATCH, BALANCE)
+    runs["relibra, minimising time"] = lambda: joint(batch, BATCH, COST, assign=None)
     runs["relibra, minimising time, samples assigned"] = lambda: joint(batch, BATCH, COST)
     runs["relibra, minimising time, one resident slot"] = lambda: joint(batch, WITH_RESIDENTS, COST)
     seconds = interleaved(runs, repeats=3)
