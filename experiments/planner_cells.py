@@ -24,6 +24,7 @@ from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.evaluation import Batching, Costs, PlannedBatch, make_setting
 from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_of_batch
+from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
@@ -143,11 +144,13 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
         batching=Batching(batch_size=samples, micro_batches=MICRO_BATCHES),
         cost=Costs(tokens_per_rank=float(cell.tokens), dispatch=cell.path),
     )
-    cost_model = dataclasses.replace(setting.cost_model, pieces=cell.pieces)
-    price = cost_model.price(topology)
+    setting = dataclasses.replace(
+        setting, cost_model=dataclasses.replace(setting.cost_model, pieces=cell.pieces)
+    )
     seconds: dict[str, float] = {}
     for name in (*planners, "balanced"):
         entry = PLANNERS.get(name, PLANNERS["static"])
+        price = with_replica_nodes(entry, setting).cost_model.price(topology)
         planner_key, key = jax.random.split(jax.random.key(0))
         state: Any = entry.planner.init(topology, LAYERS, key=planner_key)
         home: Any = contiguous_homes(topology, LAYERS)

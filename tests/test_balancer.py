@@ -256,19 +256,23 @@ def test_a_state_from_gpus_keeps_what_a_cpu_can_run():
     run = run_with_waits(1e6)
     run.prepare()
     state, here = run.balancer.state, run_with_waits(1e6)
-    _, striped, replicas = state.way
-    here.balancer.state = state._replace(way=np.array([KINDS.index("fitted"), striped, replicas], np.int32))
-    assert here.balancer.state.way.tolist() == [KINDS.index("padded"), striped, replicas]
+    _, *choices = state.way
+    here.balancer.state = state._replace(way=np.array([KINDS.index("fitted"), *choices], np.int32))
+    assert here.balancer.state.way.tolist() == [KINDS.index("padded"), *choices]
     lone = dataclasses.replace(TOPOLOGY, num_nodes=4, ranks_per_node=1)
     alone = ExpertParallel(mesh=expert_mesh(lone, devices=jax.devices()[:4]), topology=lone)
-    assert not allowed_way(Way("padded", striped=True, replicas=True), alone).striped
+    far = Way("padded", striped=True, replicas=True, across_nodes=True)
+    assert not allowed_way(far, alone).striped
+    assert not allowed_way(far, dataclasses.replace(alone, across_nodes=False)).across_nodes
     assert here.balancer.parallel == run.balancer.parallel
 
 
-def run_with_waits(wait_seconds, planner=REORDERING):
+def run_with_waits(wait_seconds, planner=REORDERING, **cluster_changes):
     """Return a run on a cluster whose ranks compute slowly, and wait for each other at every exchange."""
     cost = derive_cost(Run().model, num_layers=LAYERS, mesh=Run().mesh)
-    cluster = dataclasses.replace(cost.cluster, matmul_flops=1e3, wait_seconds=wait_seconds)
+    cluster = dataclasses.replace(
+        cost.cluster, matmul_flops=1e3, wait_seconds=wait_seconds, **cluster_changes
+    )
     cost = dataclasses.replace(cost, cluster=cluster)
     return Run(planner, options=IN_ORDER | {"cost": cost})
 
@@ -292,6 +296,24 @@ def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gai
     assert run.balancer.parallel.topology == TOPOLOGY, "before its first batch nothing was chosen"
 
 
+def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transfer(capsys):
+    """The layers then fetch replicas from all ranks, and a balancer that continues from the state does so too."""
+    run = run_with_waits(0.0, slow_bandwidth=60.0, matmul_efficiency=0.05)
+    batch = run.prepare()
+    assert "replicas may be on other nodes" in capsys.readouterr().err
+    assert batch.parallel.across_nodes
+    assert run.balancer.cost.price(TOPOLOGY).across_nodes
+    plan = batch.batch_plan.plan
+    home_node, copied = np.asarray(plan.home) // 4, np.asarray(plan.slot_expert)[..., TOPOLOGY.held_slots :]
+    on_node = [copied[:, layer, node] for layer in range(LAYERS) for node in range(2)]
+    away = [home_node[number // 2] != number % 2 for number in range(len(on_node))]
+    assert any(there[slots[slots != EMPTY]].any() for slots, there in zip(on_node, away, strict=True))
+    assert np.isfinite(train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0])))
+    resumed = run_with_waits(0.0)
+    resumed.balancer.state = run.balancer.state
+    assert resumed.balancer.parallel == run.balancer.parallel
+
+
 def test_prepare_chooses_nothing_if_the_plan_is_not_valid(monkeypatch):
     run = run_with_waits(1e6)
     with monkeypatch.context() as patch:
@@ -299,7 +321,7 @@ def test_prepare_chooses_nothing_if_the_plan_is_not_valid(monkeypatch):
         with pytest.raises(ValueError, match="not valid"):
             run.prepare()
     assert run.balancer.parallel.topology == TOPOLOGY
-    assert run.balancer.state.way.tolist() == [EMPTY] * 3
+    assert run.balancer.state.way.tolist() == [EMPTY] * 4
     assert run.prepare().parallel.topology.replica_slots == 0
 
 
@@ -310,8 +332,8 @@ def raise_not_valid(*plans, **options):
 def test_balancer_state_with_an_unknown_way_is_rejected_whole():
     balancer = Run().balancer
     state = balancer.state
-    with pytest.raises(ValueError, match=r"way: \[9, 1, 1\]"):
-        balancer.state = state._replace(way=np.array([9, 1, 1], np.int32), home=state.home[::-1])
+    with pytest.raises(ValueError, match=r"way: \[9, 1, 1, 0\]"):
+        balancer.state = state._replace(way=np.array([9, 1, 1, 0], np.int32), home=state.home[::-1])
     np.testing.assert_array_equal(balancer.state.home, state.home)
 
 

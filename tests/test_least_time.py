@@ -64,9 +64,7 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("relibra_across", 0)]
-)
+@pytest.mark.parametrize(("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("laer", 0)])
 def test_least_time_is_at_most_the_time_of_planners(name, residents):
     where, across = topology(residents=residents), PLANNERS[name].across_nodes
     for seed, skew in ((0, 0.0), (1, 2.0)):

@@ -168,7 +168,7 @@ def check_all(step, batch_plans):
         check(step, batch_plans.layer(micro_batch).layer(0), ids, expected()[micro_batch])
 
 
-FAST = ("static", "relibra", "relibra_across", "random")
+FAST = ("static", "relibra", "laer", "random")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_fitted_exchange_needs_one_thread_on_cpus_of_several_processes(monkeypat
 
 
 def test_moe_layer_runs_the_ragged_fetch_across_nodes():
-    for name in ("relibra_across", "random, across nodes"):
+    for name in ("laer", "random, across nodes"):
         check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))
 
 

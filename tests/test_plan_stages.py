@@ -252,7 +252,7 @@ def test_stages_are_the_same_under_jit(replay, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["static", "eplb_history", "lplb", "relibra_across"])
+@pytest.mark.parametrize("name", ["static", "eplb_history", "lplb", "laer"])
 def test_stages_are_planned_by_any_planner(replay, name):
     entry = PLANNERS[name]
     state = entry.planner.init(TOPOLOGY, 2, key=jax.random.key(0))

@@ -205,15 +205,14 @@ def make_facts():
     return {
         "routes": PlacedRoutes(ids, micro_batch.astype(np.int32), rank.astype(np.int32)),
         "transitions": Transitions(*transitions),
-        "price": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
+        "price": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0, across_nodes=True),
         "tokens": rng.integers(1, 64, (MICRO_BATCHES, 2, 4)).astype(np.float32),
         "start": np.tile(np.arange(32, dtype=np.int32)[::-1], (LAYERS, 1)),
     }
 
 
 FACTS = make_facts()
-OF_RELIBRA = ("routes", "price", "start")
-READS = {"laer": ("price",), "relibra": OF_RELIBRA, "relibra_across": (*OF_RELIBRA, "tokens")}
+READS = {"laer": ("price",), "relibra": ("routes", "price", "start", "tokens")}
 READS |= {name: ("transitions",) for name in PLANNERS if PLANNERS[name].planner.uses_transitions}
 """The optional fields of a request that planners read; all others read only the load."""
 
@@ -232,15 +231,15 @@ def test_plan_request_facts_are_all_tested():
 
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
-def test_planner_takes_every_fact_of_a_request(name, across_nodes, topology):
+def test_planner_takes_every_fact_of_a_request(name, topology):
     """With all facts plans are valid, a second call does not compile again, and facts that are read matter."""
     planner, load = compiled(name, topology), make_load("zipf", topology)
     request, state = PlanRequest(load, **FACTS), start(name, topology)
     first = planner.update(request, state, topology)
-    check_plan(first[0], load, topology, across_nodes=across_nodes)
+    check_plan(first[0], load, topology, across_nodes=True)
     chex.assert_trees_all_equal(data_of(planner.update(request, state, topology)), data_of(first))
     plan, _ = planner.update(request, first[1], topology)
-    check_plan(plan, load, topology, across_nodes=across_nodes)
+    check_plan(plan, load, topology, across_nodes=True)
     alone = data_of(planner.update(PlanRequest(load), state, topology))
     same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (alone, data_of(first))), strict=True)]
     assert all(same) == (name not in READS)

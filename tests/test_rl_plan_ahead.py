@@ -85,7 +85,7 @@ def test_plan_ahead_has_no_watch_if_it_is_off(stepped, changes):
         ({"plan_ahead": 1.5}, "plan_ahead=1.5 must be at most 1: it is a share of the responses"),
         (
             {"planner": "eplb", "plan_ahead": 0.5},
-            "planner=eplb does not use plan_ahead=0.5, which is only for relibra and relibra_across",
+            "planner=eplb does not use plan_ahead=0.5, which is only for relibra",
         ),
         ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
     ],

@@ -67,7 +67,7 @@ def test_split_evenly_keeps_the_load_of_nodes_to_within_one_copy(counts):
 def test_node_visits_of_striped_layers_are_those_of_dealt_tokens(replay, assignment):
     """If ranks held the tokens that they are dealt, layers that are not striped would make the same visits."""
     load = np.asarray(striped_load(replay, assignment, TOPOLOGY))
-    batch_plan = BatchPlan(assignment, load, planned("relibra_across", TOPOLOGY, load))
+    batch_plan = BatchPlan(assignment, load, planned("laer", TOPOLOGY, load))
     visits = np.asarray(node_visits(replay, batch_plan, TOPOLOGY, striped=True))
     for micro_batch, sample in enumerate(assignment.sample):
         held = (sample != EMPTY)[..., None] & replay.mask[sample]

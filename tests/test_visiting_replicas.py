@@ -69,7 +69,8 @@ def test_plans_with_visitors_are_valid(visitors, residents):
 @pytest.mark.parametrize(("scale", "leaves"), [(1e-3, False), (1e5, True)])
 def test_replicas_leave_the_node_only_behind_attention(scale, leaves):
     model = dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=8, top_k=TOP_K)
-    price = CostModel(cluster=CLUSTERS["h100"], model=model, scale=scale).price(TOPOLOGY)
+    cost_model = CostModel(cluster=CLUSTERS["h100"], model=model, scale=scale, across_nodes=True)
+    price = cost_model.price(TOPOLOGY)
     load, tokens, routes = routed()
     placement = Placement.without_residents(jnp.tile(jnp.arange(8)[None], (LAYERS, 1)), TOPOLOGY)
     request = PlanRequest(load, routes, price=price, tokens=tokens)
@@ -79,6 +80,10 @@ def test_replicas_leave_the_node_only_behind_attention(scale, leaves):
     assert (np.asarray(plan.slot_expert) != np.asarray(inside.slot_expert)).any() == leaves
     from_load = replicate_anywhere(request._replace(tokens=None), placement, TOPOLOGY)
     np.testing.assert_array_equal(from_load.slot_expert, plan.slot_expert)
+    kept = replicate_anywhere(
+        request._replace(price=dataclasses.replace(price, across_nodes=False)), placement, TOPOLOGY
+    )
+    np.testing.assert_array_equal(kept.slot_expert, inside.slot_expert)
 
 
 @pytest.mark.parametrize("across_nodes", [False, True])

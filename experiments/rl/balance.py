@@ -34,7 +34,7 @@ def measure_batch(
     """
     batch_plan, parallel = _join_plans(batches), batches[0].parallel
     imbalance = measure_imbalance(
-        batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
+        batch_plan, metrics.load, topology=parallel.topology, across_nodes=bool(parallel.across_nodes)
     )
     changed = np.asarray(metrics.routing_changed).sum(0)
     choices = np.asarray(batch_plan.load).sum((0, 2, 3, 4))

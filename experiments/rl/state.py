@@ -57,7 +57,7 @@ class State:
             mesh=mesh,
             topology=config.topology,
             capacities=FIRST_CAPACITIES,
-            across_nodes=config.planner_entry.across_nodes,
+            across_nodes=config.planner_entry.across_nodes or None,
             check_rows=True,
         )
         self.balancer = Balancer(

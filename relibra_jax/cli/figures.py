@@ -14,7 +14,7 @@ from relibra_jax.cli.palette import INK, PHASES, planner_style
 from relibra_jax.evaluation import Outcome
 from relibra_jax.planning.planners import PLANNERS
 
-LINES: Final = ("static", "eplb", "lplb", "ultraep", "relibra", "relibra_across")
+LINES: Final = ("static", "eplb", "lplb", "ultraep", "relibra")
 """The planners that get a line of their own where there are too many for all to have one."""
 MOST_LINES: Final = 8
 PARTS: Final = {

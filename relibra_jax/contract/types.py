@@ -307,6 +307,8 @@ class Price:
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
+    across_nodes: bool = field(default=False, metadata={"static": True})
+    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks."""
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

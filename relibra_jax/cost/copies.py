@@ -52,7 +52,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
 
     traffic, exports = jax.vmap(jax.vmap(one))(plans)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    across = (slow.max() > 0).astype(jnp.float32)
+    across = ((slow.max() > 0) | cost.across_nodes).astype(jnp.float32)
     if cost.fetches == "padded":
         # The buffers hold an even number of experts; without any export there is nothing to fetch.
         most = jnp.ceil(exports.max() / 2) * 2

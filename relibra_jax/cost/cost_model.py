@@ -104,6 +104,9 @@ class CostModel:
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
     spare_room: bool = True
     """Whether buffers with lanes have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
+    across_nodes: bool | None = None
+    """Whether replicas may be on other nodes than their experts, for planners that choose by the price. A
+    `relibra_jax.nnx.Balancer` and `relibra_jax.evaluation` replace None by their choice. Elsewhere None is False."""
     sequences: str = AUTO
     """``packed`` if sequences hold several samples, as with ``Balancer(sequences="packed")``. ``padded`` if every
     sample has a sequence of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs
@@ -236,6 +239,7 @@ class CostModel:
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,
+            across_nodes=bool(self.across_nodes) and nodes > 1,
         )
 
 

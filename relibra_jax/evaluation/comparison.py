@@ -8,6 +8,7 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.evaluation.outcome import Outcome
 from relibra_jax.evaluation.planned import plan_in_turn
+from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.evaluation.setting import Setting, make_setting
 from relibra_jax.evaluation.settings import Batching, Costs
 from relibra_jax.planning.planners import PlannerEntry
@@ -79,5 +80,6 @@ def run_planner(
             memory.
     """
     entry = PlannerEntry(planner=planner, summary=name) if isinstance(planner, Planner) else planner
+    setting = with_replica_nodes(entry, setting)
     batches, timings = plan_in_turn(name, entry, setting, timed_runs=timed_runs)
     return Outcome(name, entry, setting, batches, timings)

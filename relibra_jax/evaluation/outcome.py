@@ -75,7 +75,7 @@ class Outcome:
                 batch.batch_plan.load,
                 batch.batch_plan.plan.home,
                 topology=self.setting.topology,
-                across_nodes=self.entry.across_nodes,
+                across_nodes=self._across_nodes,
             )
             for batch in self.batches
         ]
@@ -223,7 +223,7 @@ class Outcome:
     def least_seconds(self) -> float:
         """A lower bound of the modelled time over all homes, residents, replicas and assignments of samples
         (`relibra_jax.cost.least_time`). Replicas may be on any node if the planner may place them there."""
-        return self.setting.least_seconds(across_nodes=self.entry.across_nodes)
+        return self.setting.least_seconds(across_nodes=self._across_nodes)
 
     @column("left", lambda outcome: f"{outcome.left:.0%}")
     def left(self) -> float:
@@ -258,6 +258,10 @@ class Outcome:
     @functools.cached_property
     def _cost(self) -> Price:
         return self.cost_model.price(self.setting.topology)
+
+    @property
+    def _across_nodes(self) -> bool:
+        return self.entry.across_nodes or self._cost.across_nodes
 
     @functools.cached_property
     def _crossings(self) -> list[Crossings]:

@@ -14,7 +14,7 @@ from relibra_jax.planning.choose_by_time import cheapest
 from relibra_jax.planning.placement import BinSearch, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.planning.replication import without_replicas
+from relibra_jax.planning.replication import replicate_experts, without_replicas
 
 
 def _place_for_balance(search: BinSearch = search_bins) -> Place:
@@ -79,7 +79,9 @@ def ablation() -> dict[str, PlannerEntry]:
         ),
         "eplb": PLANNERS["eplb"],
         "lplb": PLANNERS["lplb"],
-        "relibra_across": PLANNERS["relibra_across"],
+        "replicas inside": _variant(
+            "replicas inside nodes, even if others take less time", replicate=replicate_experts
+        ),
         "fastest of three": PlannerEntry(
             planner=fastest,
             summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",

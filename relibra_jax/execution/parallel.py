@@ -86,8 +86,10 @@ class ExpertParallel:
     """The number of pieces into which a layer splits the tokens of a rank (`relibra_jax.routing.pieces`). One piece
     travels while the experts of another run: both ways with a fitted exchange on GPUs, and only the way out with a
     padded one. Capacities must suffice for every piece, whose plans are those of `relibra_jax.routing.pieces`."""
-    across_nodes: bool = False
-    """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
+    across_nodes: bool | None = None
+    """Whether replicas may be on different nodes than their experts' homes, so that their fetch runs over all ranks.
+    Planners that ignore nodes need True. A `relibra_jax.nnx.Balancer` replaces None: for `relibra_jax.relibra` by True
+    if its first batch takes less time so. Layers themselves take None for False."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
     check_rows: bool = False
@@ -164,6 +166,12 @@ class ExpertParallel:
         """The mesh axes along which replicas may travel."""
         return RANKS if self.across_nodes else (LOCAL,)
 
+    @property
+    def may_choose_across(self) -> bool:
+        """Whether ``across_nodes`` leaves a choice: there are several nodes and replicas, whose fetch can cross."""
+        several = self.topology.num_nodes > 1 and self.topology.replica_slots > 0
+        return self.across_nodes is None and several and self.fetch not in PULLED
+
     def is_hierarchical(self, top_k: int) -> bool:
         """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
         if self.path != AUTO:
@@ -197,13 +205,13 @@ class ExpertParallel:
     def ways(self, top_k: int) -> tuple[Way, ...]:
         """Return the ways of running layers among which ``exchange`` and ``striped`` leave a choice; the first by rule.
 
-        All have replicas if there are replica slots.
+        All have replicas if there are replica slots, on other nodes only if ``across_nodes`` says so.
         """
         striped = (True, False) if choose_striping(self.topology.ranks_per_node, top_k) else (False,)
         if self.striped is not None:
             striped = (self.is_striped,)
-        replicas = (self.topology.replica_slots > 0,)
-        return tuple(itertools.starmap(Way, itertools.product(self.exchanges, striped, replicas)))
+        replicas = ((self.topology.replica_slots > 0,), (bool(self.across_nodes),))
+        return tuple(itertools.starmap(Way, itertools.product(self.exchanges, striped, *replicas)))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""

@@ -177,7 +177,7 @@ def _prepare_on_rank(
     if plan.load is None:
         plan = refit_quota(plan, _loads_of_ranks(loads.sum(0), parallel), topology)
     assert plan.load is not None
-    plan_valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
+    plan_valid = is_valid(plan, topology, across_nodes=bool(parallel.across_nodes))
     parts: tuple[LayerPlan, ...] = (plan,)
     if parallel.pieces > 1:
         by_piece = jnp.moveaxis(_loads_of_ranks(loads, parallel), 2, 0)
@@ -210,7 +210,7 @@ def _dispatch_on_rank(
         slots = slot_expert.reshape(topology.num_ranks, -1)
         return make_dispatch(ids, slots, sent.reshape(topology.num_ranks, *slots.shape), *hops, rows=rows)
     sent = sent.reshape(*parallel.ranks, *sent.shape[1:])
-    across_nodes = parallel.across_nodes or topology.resident_slots > 0
+    across_nodes = bool(parallel.across_nodes) or topology.resident_slots > 0
     own = sent[node, jax.lax.axis_index(LOCAL)]
     slot = copy_slots(ids, slot_expert, own, topology, node, across_nodes=across_nodes)
     return make_node_dispatch(slot, sent, *hops, rows=rows)
@@ -223,7 +223,7 @@ def _loads_of_ranks(load: Int[jax.Array, "*rest"], parallel: ExpertParallel) -> 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
     exchange, exports = parallel.replica_exchange()
-    return make_fetch(plan, exchange, exports, parallel.topology, across_nodes=parallel.across_nodes)
+    return make_fetch(plan, exchange, exports, parallel.topology, across_nodes=bool(parallel.across_nodes))
 
 
 def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:

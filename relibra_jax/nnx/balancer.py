@@ -67,8 +67,8 @@ from relibra_jax.nnx.stage_plans import (
     to_host,
 )
 from relibra_jax.nnx.way_prices import (
+    OTHER_REPLICAS,
     allowed_way,
-    are_replicas_doubtful,
     cheapest_way,
     cost_in_way,
     estimate_seconds,
@@ -523,7 +523,7 @@ class Balancer:
         parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
         if parallel.is_striped or searched_striped:
             plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
-        check_plans(plans, topology, across_nodes=self.parallel.across_nodes, way=saved_way(self._way))
+        check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
         return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
 
@@ -553,10 +553,10 @@ class Balancer:
     ) -> tuple[tuple[BatchPlan, ...], PyTree]:
         """Choose the way of running layers by the price of the first batch, and return its plans and state.
 
-        If replicas are doubtful, the batch is planned without slots for them too. Planners that do not take given
-        homes are run as published, with their replicas.
+        If replicas on other nodes may pay, the batch is planned with them too, and if replicas are doubtful, without
+        any. Planners that do not take given homes are run as published.
         """
-        cost, topology = self._cost, self.parallel.topology
+        cost = self._cost
         assert cost is not None
         price = functools.partial(
             stage_prices,
@@ -565,27 +565,31 @@ class Balancer:
             updates=updates,
             sequences=self.sequences,
         )
-        way = cheapest_way(plans, batch, topology, self.parallel.ways(cost.model.top_k), cost, price)
-        self._take(way)
-        prices = self._prices(len(plans), updates)
-        may_leave_out = self.planner.reorder is not None and self.planner.replicate is not None
-        if not (way.replicas and may_leave_out and are_replicas_doubtful(plans, batch, topology, prices)):
+        ways = self.parallel.ways(cost.model.top_k)
+        self._take(cheapest_way(plans, batch, self.parallel.topology, ways, cost, price))
+        if self.planner.reorder is None or self.planner.replicate is None:
             return plans, state
-        with_replicas = self.parallel
-        self._take(way._replace(replicas=False))
-        bare, bare_state = search()
-        least = estimate_seconds(bare, batch, self.parallel.topology, prices)
-        if (saved := 1 - least / estimate_seconds(plans, batch, topology, prices)) < 0:
-            self._way, self.parallel = way, with_replicas
-            return plans, state
-        if not jax.process_index():
-            line = f"relibra_jax: replica slots are left out: without them a batch takes {saved:.1%} less modelled time"
-            print(line, file=sys.stderr)
-        return bare, bare_state
+        for change, may_pay, least, line in OTHER_REPLICAS:
+            way, prices = self._way, self._prices(len(plans), updates)
+            assert way is not None
+            if not (way.replicas and may_pay(plans, batch, self._given, prices)):
+                continue
+            seconds = estimate_seconds(plans, batch, self.parallel.topology, prices)
+            self._take(change(way))
+            tried, tried_state = search()
+            prices = self._prices(len(plans), updates)
+            saved = 1 - estimate_seconds(tried, batch, self.parallel.topology, prices) / seconds
+            if saved < least:
+                self._take(way)
+                continue
+            plans, state = tried, tried_state
+            if not jax.process_index():
+                print(f"relibra_jax: {line} a batch takes {saved:.1%} less modelled time", file=sys.stderr)
+        return plans, state
 
     def _take(self, way: Way) -> None:
         """Run all further batches in this way."""
-        self._way, self.parallel = way, run_in_way(self.parallel, way)
+        self._way, self.parallel = way, run_in_way(self._given, way)
         if self._cost is not None:
             self._cost = cost_in_way(self._cost, way)
 

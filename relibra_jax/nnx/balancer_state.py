@@ -46,10 +46,10 @@ class BalancerState(NamedTuple):
     """Flat home slot of each expert after the last batch."""
     capacities: dict[str, Capacities]
     """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 places."""
-    way: Int[np.ndarray, "3"]
+    way: Int[np.ndarray, "4"]
     """The way of running layers that the first batch chose: the number of the exchange in
-    `relibra_jax.execution.exchange.KINDS`, 1 if layers are striped, and 1 if there are replicas. EMPTY if nothing was
-    chosen."""
+    `relibra_jax.execution.exchange.KINDS`, 1 if layers are striped, 1 if there are replicas, and 1 if they may be on
+    other nodes. EMPTY if nothing was chosen."""
 
 
 def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
@@ -73,12 +73,13 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
     _check_way(state.way)
 
 
-def _check_way(numbers: Int[Array, "3"]) -> None:
+def _check_way(numbers: Int[Array, "4"]) -> None:
     exchange, *choices = np.asarray(numbers).tolist()
-    nothing = exchange == EMPTY and choices == [EMPTY] * 2
+    nothing = exchange == EMPTY and choices == [EMPTY] * 3
     if not nothing and not (0 <= exchange < len(KINDS) and set(choices) <= {0, 1}):
         raise ValueError(
-            f"balancer state, way: {[exchange, *choices]} must be [0..{len(KINDS) - 1}, 0 or 1, 0 or 1], or all {EMPTY}"
+            f"balancer state, way: {[exchange, *choices]} must be [0..{len(KINDS) - 1}, 0 or 1, 0 or 1, 0 or 1], or all"
+            f" {EMPTY}"
         )
 
 
@@ -100,13 +101,13 @@ def restored_leaf(value: Any, like: Any) -> jax.Array:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
 
 
-def saved_way(way: Way | None) -> Int[np.ndarray, "3"]:
+def saved_way(way: Way | None) -> Int[np.ndarray, "4"]:
     """Return a way of running layers as numbers, as `BalancerState` has it."""
-    numbers = [EMPTY] * 3 if way is None else [KINDS.index(way.exchange), *map(int, way[1:])]
+    numbers = [EMPTY] * 4 if way is None else [KINDS.index(way.exchange), *map(int, way[1:])]
     return np.asarray(numbers, np.int32)
 
 
-def restored_way(numbers: Int[Array, "3"]) -> Way | None:
+def restored_way(numbers: Int[Array, "4"]) -> Way | None:
     """Return the way of running layers of a `BalancerState`; the inverse of `saved_way`."""
     exchange, *choices = (int(number) for number in numbers)
     return None if exchange == EMPTY else Way(KINDS[exchange], *map(bool, choices))

@@ -122,7 +122,8 @@ def with_choices_of(cost: CostModel, parallel: ExpertParallel) -> ExpertParallel
     """
     exchange = cost.exchange if cost.exchange in parallel.exchanges else parallel.exchange
     striped = cost.striped if parallel.striped is None else parallel.striped
-    return dataclasses.replace(parallel, exchange=exchange, striped=striped)
+    across = cost.across_nodes if parallel.across_nodes is None else parallel.across_nodes
+    return dataclasses.replace(parallel, exchange=exchange, striped=striped, across_nodes=across)
 
 
 def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -> CostModel:
@@ -146,13 +147,14 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "exchange": priced_kind(kinds.exchange),
         "fetch": priced_kind(kinds.fetch),
         "striped": kinds.striped,
+        "across_nodes": parallel.across_nodes,
         "pieces": parallel.pieces,
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
     # A single group and piece are the defaults, which a caller need not have thought of.
-    anything = {"data_parallel": 1, "pieces": 1, "striped": None}
+    anything = {"data_parallel": 1, "pieces": 1, "striped": None, "across_nodes": None}
     for name, value in runs.items():
         fixed = getattr(cost, name)
         if name == "striped" and parallel.topology.ranks_per_node == 1:

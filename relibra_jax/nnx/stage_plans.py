@@ -140,7 +140,7 @@ _assigned_load = jax.jit(assigned_load)
 
 
 def check_plans(
-    plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool, way: Int[np.ndarray, "3"]
+    plans: Sequence[BatchPlan], topology: Topology, *, across_nodes: bool, way: Int[np.ndarray, "4"]
 ) -> None:
     """Raise unless all plans are valid, and equal on all processes as the way is. Every process must call it.
 

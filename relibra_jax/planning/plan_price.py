@@ -5,14 +5,15 @@ which takes much longer than a plan. Here both are estimated (`relibra_jax.plann
 `relibra_jax.planning.even_pairs`), for at most `PRICED` micro-batches.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
@@ -27,6 +28,10 @@ from relibra_jax.routing.striping import split_evenly
 
 PRICED: Final = 8
 """The most micro-batches of a data-parallel group that are priced, evenly spaced."""
+
+
+WORTH: Final = 0.002
+"""The least share of a batch's time that replicas on other nodes have to save."""
 
 
 class StagePrice(NamedTuple):
@@ -120,6 +125,29 @@ def price_unloaded(
     loads = [split_evenly(load) if prices[0].striped else load for load in loads]
     stages = [stage._replace(load=load) for stage, load in zip(stages, loads, strict=True)]
     return price_stages(stages, batch, topology, prices, previous_home=None).total
+
+
+def may_save_across(
+    stages: Sequence[BatchPlan], batch: Batch, topology: Topology, prices: Sequence[Price]
+) -> Bool[jax.Array, ""]:
+    """Return whether replicas on other nodes may save `WORTH`, so that plans with them are worth a search.
+
+    They save at most all crossings, and cost at least that the replicas of the plans are fetched from all ranks.
+
+    Args:
+        stages: the plan of each stage, without such replicas.
+        batch: the samples of the batch.
+        topology: the expert-parallel group.
+        prices: the price of each stage.
+    """
+
+    def seconds(**changes: Any) -> Float[jax.Array, ""]:
+        changed = tuple(dataclasses.replace(price, **changes) for price in prices)
+        return price_unloaded(stages, batch, topology, changed)
+
+    now = seconds()
+    saved, paid = now - seconds(crossing=0.0), seconds(across_nodes=True) - now
+    return saved - paid > WORTH * now
 
 
 def estimate_time(

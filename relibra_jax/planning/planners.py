@@ -19,7 +19,6 @@ from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.visiting_replicas import replicate_anywhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class PlannerEntry:
     summary: str
     """One line that describes it in tables and help texts."""
     across_nodes: bool = False
-    """Whether a replica may be on a different node than its expert's home."""
+    """Whether a replica may be on a different node than its expert's home, whatever the price says."""
     foresight: bool = True
     """Whether the planner sees the true loads, as routing replay allows."""
     forecast: str = "true"
@@ -136,11 +135,6 @@ PLANNERS: dict[str, PlannerEntry] = {
     "relibra": PlannerEntry(
         planner=relibra(),
         summary="ReLibra: experts reordered between batches, replicated in each micro-batch",
-    ),
-    "relibra_across": PlannerEntry(
-        planner=relibra(replicate=replicate_anywhere),
-        summary="ReLibra with replicas on other nodes where attention hides them",
-        across_nodes=True,
     ),
 }
 """The planners with the settings that reports use, by name."""

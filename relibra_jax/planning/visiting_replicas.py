@@ -39,7 +39,11 @@ def replicate_anywhere(
     tile: int = 1,
     exact: bool = False,
 ) -> Plan:
-    """Add replicas on any node, wherever they take the least modelled time. Works under jit and scan.
+    """Add replicas wherever they take the least modelled time. Works under jit and scan.
+
+    They are on other nodes than their experts only if the price says that they may be there
+    (`relibra_jax.contract.types.Price.across_nodes`). Otherwise this is
+    `relibra_jax.planning.replication.replicate_experts`.
 
     This function is a `relibra_jax.contract.planner.Replicate`. If the tokens of ranks are unknown, they are taken from
     the load and the number of experts in the routes of a token; without routes, every copy counts as a token.
@@ -59,7 +63,7 @@ def replicate_anywhere(
     """
     options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
     inside = replicate_experts(request, placement, topology, **options)
-    if topology.num_nodes == 1 or not topology.replica_slots:
+    if not request.price.across_nodes or topology.num_nodes == 1 or not topology.replica_slots:
         return inside
     return _fastest(request, placement, inside, topology, **options)
 
@@ -80,7 +84,7 @@ def _fastest(
             jnp.where(wins, plan.quota, mixed.quota),
         )
         least = jnp.minimum(least, seconds)
-    # A single replica on another node makes all padded fetches cross, so the mixture counts as a whole.
+    # The buffers of a padded fetch are as long as the longest of all layers, so the mixture counts as a whole.
     better = _seconds(mixed, request, topology).sum() < total_inside
     return jax.tree.map(functools.partial(jnp.where, better), mixed, inside)
 

@@ -24,6 +24,8 @@ class Way(NamedTuple):
     """Whether layers are striped (`relibra_jax.routing.striping`)."""
     replicas: bool
     """Whether ranks exchange replicas."""
+    across_nodes: bool
+    """Whether replicas may be on other nodes than their experts."""
 
 
 def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:

@@ -1,0 +1,53 @@
+"""The choice whether replicas may be on other nodes than their experts, as a `relibra_jax.nnx.Balancer` makes it."""
+
+import dataclasses
+
+import jax
+
+from relibra_jax.contract.types import BatchPlan, Price, Topology
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.evaluation.setting import Setting
+from relibra_jax.planning.batch import Batch, count_for_planner
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_price import WORTH, may_save_across, price_unloaded
+from relibra_jax.planning.planners import PlannerEntry
+
+
+def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
+    """Choose where replicas may be by the modelled time of the first batch, if the cost model leaves the choice.
+
+    Replicas on other nodes make every fetch of replicas run over all ranks, so that one choice holds for all batches.
+    Only planners that take given homes choose; the others are run as published.
+
+    Args:
+        entry: the planner, and how samples are assigned for it.
+        setting: the batches, ranks and costs.
+
+    Returns:
+        The setting with the choice in its cost model.
+    """
+    planner, topology, cost_model = entry.planner, setting.topology, setting.cost_model
+    chooses = planner.reorder is not None and planner.replicate is not None
+    several = topology.num_nodes > 1 and topology.replica_slots > 0
+    if cost_model.across_nodes is not None or not chooses or not several:
+        return setting
+    replay = setting.batches.replays[0]
+    planner_key, key = jax.random.split(jax.random.key(setting.seed))
+    state = planner.init(topology, replay.expert_ids.shape[2], key=planner_key)
+    assign_key = jax.random.split(key)[1]
+
+    def plan(cost_model: CostModel) -> tuple[list[BatchPlan], Batch, Topology, list[Price]]:
+        price = cost_model.price(topology)
+        batch = count_for_planner(replay, planner, topology, [price])
+        number = setting.batches.num_micro_batches
+        batch_plan, _ = plan_batch(
+            batch, planner, state, topology, stages=number, assign=entry.assign, key=assign_key, cost=price
+        )
+        return [batch_plan], batch, topology, [price]
+
+    inside, across = (dataclasses.replace(cost_model, across_nodes=where) for where in (False, True))
+    planned = plan(inside)
+    pays = may_save_across(*planned) and price_unloaded(*plan(across)) <= (1 - WORTH) * price_unloaded(
+        *planned
+    )
+    return dataclasses.replace(setting, cost_model=across if pays else inside)
