@@ -38,6 +38,8 @@ from relibra_jax.traces.trace import Trace, make_trace, some_layers
 MICRO_BATCHES: Final = 4
 BATCHES: Final = 8
 LAYERS: Final = 3
+SHARDS: Final = 16
+"""The number of data-parallel groups over which optimizer state is sharded, so that it fits in every cell."""
 AHEAD: Final = 1.002
 """The ratio of times from which on a rival counts as ahead."""
 RIVALS: Final = tuple(name for name in PLANNERS if name != "relibra")
@@ -142,7 +144,7 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
         trace,
         topology,
         batching=Batching(batch_size=samples, micro_batches=MICRO_BATCHES),
-        cost=Costs(tokens_per_rank=float(cell.tokens), dispatch=cell.path),
+        cost=Costs(tokens_per_rank=float(cell.tokens), dispatch=cell.path, shards=SHARDS),
     )
     setting = dataclasses.replace(
         setting, cost_model=dataclasses.replace(setting.cost_model, pieces=cell.pieces)

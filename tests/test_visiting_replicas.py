@@ -15,9 +15,10 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.planning.even_pairs import even_pairs
+from relibra_jax.planning.replicate_for_time import replicate_for_time
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.visit_estimates import estimate_visits
-from relibra_jax.planning.visiting_replicas import replicate_anywhere, replicate_with_visitors
+from relibra_jax.planning.visiting_replicas import replicate_with_visitors
 from relibra_jax.routing.split import pair_load
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
@@ -74,13 +75,13 @@ def test_replicas_leave_the_node_only_behind_attention(scale, leaves):
     load, tokens, routes = routed()
     placement = Placement.without_residents(jnp.tile(jnp.arange(8)[None], (LAYERS, 1)), TOPOLOGY)
     request = PlanRequest(load, routes, price=price, tokens=tokens)
-    plan = jax.jit(replicate_anywhere, static_argnums=2)(request, placement, TOPOLOGY)
+    plan = jax.jit(replicate_for_time, static_argnums=2)(request, placement, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY, across_nodes=True)
     inside = replicate_experts(request, placement, TOPOLOGY)
     assert (np.asarray(plan.slot_expert) != np.asarray(inside.slot_expert)).any() == leaves
-    from_load = replicate_anywhere(request._replace(tokens=None), placement, TOPOLOGY)
+    from_load = replicate_for_time(request._replace(tokens=None), placement, TOPOLOGY)
     np.testing.assert_array_equal(from_load.slot_expert, plan.slot_expert)
-    kept = replicate_anywhere(
+    kept = replicate_for_time(
         request._replace(price=dataclasses.replace(price, across_nodes=False)), placement, TOPOLOGY
     )
     np.testing.assert_array_equal(kept.slot_expert, inside.slot_expert)

@@ -14,7 +14,7 @@ from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.visiting_replicas import replicate_anywhere
+from relibra_jax.planning.replicate_for_time import replicate_for_time
 
 TUNABLE: Final = ("relibra",)
 """The planners that take `Reorder` and `Replicate`. The variants of all others are planners with names of their own."""
@@ -30,7 +30,7 @@ class Reorder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicate:
-    """How ReLibra's planners replicate experts in a batch (`relibra_jax.planning.visiting_replicas`)."""
+    """How ReLibra's planners replicate experts in a batch (`relibra_jax.planning.replicate_for_time`)."""
 
     min_tokens: int = 1
     """The minimum number of token copies that a replica computes."""
@@ -45,7 +45,7 @@ def tuned_planner(name: str, reorder: Reorder, replicate: Replicate) -> PlannerE
     """Return a planner of `TUNABLE` with its settings. Equal settings give the same object, so jit compiles once."""
     entry = PLANNERS[name]
     place = functools.partial(place_experts, **dataclasses.asdict(reorder))
-    add_replicas = functools.partial(replicate_anywhere, **dataclasses.asdict(replicate))
+    add_replicas = functools.partial(replicate_for_time, **dataclasses.asdict(replicate))
     planner = relibra(place=place, replicate=add_replicas)
     return dataclasses.replace(entry, planner=planner)
 

@@ -44,13 +44,15 @@ def replicate_domain(
     min_tokens: int = 1,
     tile: int = 1,
     exact: bool = False,
+    exports: int | None = None,
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Choose replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
 
     Args:
         load: the number of token copies for each expert, by home slot.
         replica_slots: R, the number of replica slots of a rank.
-        tolerance, min_tokens, tile, exact: the options of `relibra_jax.planning.replication.replicate_experts`.
+        tolerance, min_tokens, tile, exact, exports: the options of
+            `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
         ``replica`` is the flat home slot ``p * H + h`` of the expert in each replica slot, EMPTY for none. ``quota`` is
@@ -61,7 +63,9 @@ def replicate_domain(
     ([[-1], [0]], [[5, 1, 0], [2, 0, 4]])
     """
     load = jnp.asarray(load, jnp.int32)
-    fill = functools.partial(_fill, whole=load // tile, slots=replica_slots, least=-(-min_tokens // tile))
+    fill = functools.partial(
+        _fill, whole=load // tile, slots=replica_slots, least=-(-min_tokens // tile), exports=exports
+    )
     start = load.sum(1, dtype=jnp.int32)
 
     def attempt(best: _Target, tiles: Int[jax.Array, " P"]) -> tuple[_Target, Int[jax.Array, ""]]:
@@ -166,7 +170,14 @@ class _Filling(NamedTuple):
     """Tiles of each replica slot."""
 
 
-def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: int, least: int) -> _Filling:
+def _fill(
+    lacks: Int[jax.Array, " P"],
+    *,
+    whole: Int[jax.Array, "P H"],
+    slots: int,
+    least: int,
+    exports: int | None,
+) -> _Filling:
     """Fill ranks that lack tiles from the experts of ranks that have too many.
 
     The code uses one-hot comparisons instead of gathers and scatters, and one flat axis of experts. Under vmap, this
@@ -177,6 +188,7 @@ def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: i
         whole: the number of whole tiles of each expert.
         slots: R, the number of replica slots of a rank.
         least: the fewest tiles of a replica.
+        exports: the most experts of a rank that may give tiles. None sets no limit.
     """
     ranks, homes = whole.shape
     rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(whole.size, dtype=jnp.int32)
@@ -190,7 +202,11 @@ def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: i
 
         excess = jnp.maximum(-missing, 0)
         may_give = jnp.where((excess > 0) & (used_slots < slots), _MAX, excess)
-        offer = jnp.minimum(whole - given, may_give[:, None]).ravel()
+        offer = jnp.minimum(whole - given, may_give[:, None])
+        if exports is not None:
+            gave = given > 0
+            offer = jnp.where(gave | (gave.sum(1, keepdims=True) < exports), offer, 0)
+        offer = offer.ravel()
         offer = jnp.where(offer >= least, offer, 0)
         smallest = jnp.where(offer >= widest, offer, _MAX).min()
         chosen_offer = jnp.where(smallest < _MAX, smallest, offer.max())

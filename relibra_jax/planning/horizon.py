@@ -5,8 +5,8 @@ homes that are better for this batch and would have been as much better for the 
 for the next ones too. What is better for this batch alone is taken to be chance. And if every batch moves experts, the
 homes of none of them last.
 
-The savings that are compared are those of the busiest node, or of the busiest rank without replica slots, from the
-token copies of a whole batch, which takes little time.
+The savings that are compared are those of the busiest node, from the token copies of a whole batch, which takes little
+time. Without replica slots or on one node they are those of the busiest rank.
 """
 
 from typing import Final, NamedTuple
@@ -112,7 +112,7 @@ def _seconds(
     """Estimate the seconds a token copy of experts and of crossings, if each is computed at its expert's home."""
     price, nodes = request.price, topology.num_nodes
     top_k = 1 if request.routes is None or not price.hierarchical else request.routes.expert_ids.shape[-1]
-    bins = nodes if topology.replica_slots else topology.num_ranks
+    bins = nodes if topology.replica_slots and nodes > 1 else topology.num_ranks
     bin_of = jnp.asarray(home) // (topology.num_experts // bins)
     in_bin = (bin_of[:, :, None] == jnp.arange(bins)[None, None]).astype(jnp.float32)
     load = jnp.einsum("lne,leb->lnb", supply, in_bin, precision=jax.lax.Precision.HIGHEST)

@@ -19,7 +19,7 @@ from relibra_jax.contract.planner import Place, Placement, Planner, PlanRequest,
 from relibra_jax.contract.types import Array, Plan, Topology
 from relibra_jax.planning.horizon import History, batches_served
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.visiting_replicas import replicate_anywhere
+from relibra_jax.planning.replicate_for_time import replicate_for_time
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
@@ -53,7 +53,7 @@ def keep_homes(
 
 @checks_arguments
 def relibra(
-    *, place: Place = place_experts, replicate: Replicate = replicate_anywhere, batches: int = BATCHES
+    *, place: Place = place_experts, replicate: Replicate = replicate_for_time, batches: int = BATCHES
 ) -> Planner:
     """Make the ReLibra planner.
 
@@ -73,7 +73,7 @@ def relibra(
     >>> import functools
     >>> import jax.numpy as jnp
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
-    >>> planner = relibra(replicate=functools.partial(replicate_anywhere, min_tokens=8))
+    >>> planner = relibra(replicate=functools.partial(replicate_for_time, min_tokens=8))
     >>> request = PlanRequest(jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]))
     >>> plan, _ = planner.update(request, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> plan.quota.sum(-1).tolist()

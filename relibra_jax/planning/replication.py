@@ -31,6 +31,7 @@ def replicate_experts(
     min_tokens: int = 1,
     tile: int = 1,
     exact: bool = False,
+    exports: int | None = None,
 ) -> Plan:
     """Choose the replicas and the token split of every layer and micro-batch jointly, for given homes.
 
@@ -55,12 +56,13 @@ def replicate_experts(
             at home, so a grouped matrix product has no more partly filled tiles than without replicas.
         exact: whether to bring all ranks of a domain to within one ``tile`` of each other as far as slots allow, at
             the price of more replicas. Otherwise only the largest rank load counts.
+        exports: the most experts of which a rank sends replicas in a layer and micro-batch. None sets no limit.
 
     Returns:
         A Plan; unused replica slots are EMPTY.
 
     Raises:
-        ValueError: if ``min_tokens`` or ``tile`` is below 1 or does not fit int32, if ``tolerance`` is
+        ValueError: if ``min_tokens``, ``tile`` or ``exports`` is below 1 or does not fit int32, if ``tolerance`` is
             negative or given with ``exact``, or if the shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -70,8 +72,9 @@ def replicate_experts(
     >>> plan.slot_expert.tolist(), plan.quota.tolist()
     ([[[[[0, 1, -1], [2, 3, 0]]]]], [[[[[40, 10, 0], [6, 4, 40]]]]])
     """
-    for name, value in (("min_tokens", min_tokens), ("tile", tile)):
-        check_integer(name, value, least=1)
+    for name, value in (("min_tokens", min_tokens), ("tile", tile), ("exports", exports)):
+        if value is not None:
+            check_integer(name, value, least=1)
     check_not_negative("tolerance", tolerance)
     if exact and tolerance:
         raise ValueError(f"tolerance={tolerance} cannot be combined with exact=True; use tolerance=0")
@@ -86,11 +89,13 @@ def replicate_experts(
         min_tokens=min_tokens,
         tile=tile,
         exact=exact,
+        exports=exports,
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("topology", "across_nodes", "tolerance", "min_tokens", "tile", "exact")
+    jax.jit,
+    static_argnames=("topology", "across_nodes", "tolerance", "min_tokens", "tile", "exact", "exports"),
 )
 def _replicate(
     request: PlanRequest,
@@ -102,6 +107,7 @@ def _replicate(
     min_tokens: int,
     tile: int,
     exact: bool,
+    exports: int | None,
 ) -> Plan:
     replicate = functools.partial(
         replicate_domain,
@@ -110,6 +116,7 @@ def _replicate(
         min_tokens=min_tokens,
         tile=tile,
         exact=exact,
+        exports=exports,
     )
     load, home = request.by_expert, placement.home
     if across_nodes or not topology.resident_slots:

@@ -150,8 +150,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         plan = _Best(stages, state, price)
         if trial is not None:
             merged = _merge(plan, best, merged, trial, tries)
-        # Of the trials, only merged plans are compared as a whole.
-        cheaper = (price.total < best.price.total) & (~tries | (trial is not None and trial.is_merged))
+        cheaper = price.total < best.price.total
         after = _Latest(state, _next_placement(problem, stages, number), _assignments(stages))
         kept = functools.partial(jnp.where, tries)
         best = jax.tree.map(functools.partial(jnp.where, cheaper), plan, best)

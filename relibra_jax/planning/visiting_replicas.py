@@ -1,10 +1,10 @@
-"""Replicas on other nodes, where the clock says so: for each layer and micro-batch, in as many slots as pay.
+"""Replicas on other nodes: experts that visit a node for one micro-batch.
 
 A replica inside a node evens out its ranks. A replica on another node also keeps tokens there that would cross, like a
 resident that stays for one micro-batch, but its weights cross in every pass. While attention hides that transfer it
 costs nothing, as LAER-MoE (arXiv 2602.11686) uses it. So some of the slots of every rank may hold *visiting* experts of
-other nodes, those that save the most crossings, and the remaining slots even out the ranks. Every number of slots for
-visitors is planned, and each layer takes the one with the least modelled time in each micro-batch.
+other nodes, those that save the most crossings, and the remaining slots even out the ranks.
+`relibra_jax.planning.replicate_for_time` chooses where and how many.
 """
 
 import dataclasses
@@ -13,100 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from relibra_jax.contract.plan import assemble_plan
 from relibra_jax.contract.planner import Placement, PlanRequest
-from relibra_jax.contract.types import EMPTY, Array, Plan, Topology, layer_plans
-from relibra_jax.cost.step_time import layer_time, rank_time
-from relibra_jax.planning.even_pairs import even_pairs
+from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
 from relibra_jax.planning.per_node import home_slots_of, plan_per_node_with_residents
-from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.residents import choose_residents, nodes_holding, residents_on_ranks
-from relibra_jax.planning.visit_estimates import estimate_visits
-from relibra_jax.support.argument_types import checks_arguments
-
-
-@checks_arguments
-def replicate_anywhere(
-    request: PlanRequest,
-    placement: Placement,
-    topology: Topology,
-    *,
-    min_tokens: int = 1,
-    tile: int = 1,
-    exact: bool = False,
-) -> Plan:
-    """Add replicas wherever they take the least modelled time. Works under jit and scan.
-
-    They are on other nodes than their experts only if the price says that they may be there
-    (`relibra_jax.contract.types.Price.across_nodes`). Otherwise this is
-    `relibra_jax.planning.replication.replicate_experts`.
-
-    This function is a `relibra_jax.contract.planner.Replicate`. If the tokens of ranks are unknown, they are taken from
-    the load and the number of experts in the routes of a token; without routes, every copy counts as a token.
-
-    Args:
-        request: the load, tokens, routes and price.
-        placement: the homes and residents.
-        topology: the expert-parallel group.
-        min_tokens, tile, exact: the options of `relibra_jax.planning.replication.replicate_experts`, for replicas
-            inside nodes.
-
-    Returns:
-        A Plan; unused replica slots are EMPTY.
-
-    Raises:
-        ValueError: under the conditions of `relibra_jax.planning.replication.replicate_experts`.
-    """
-    options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
-    inside = replicate_experts(request, placement, topology, **options)
-    if not request.price.across_nodes or topology.num_nodes == 1 or not topology.replica_slots:
-        return inside
-    return _fastest(request, placement, inside, topology, **options)
-
-
-@functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))
-def _fastest(
-    request: PlanRequest, placement: Placement, inside: Plan, topology: Topology, **options: Any
-) -> Plan:
-    mixed, least = inside, _seconds(inside, request, topology)
-    total_inside = least.sum()
-    for visitors in range(1, topology.replica_slots + 1):
-        plan = replicate_with_visitors(request, placement, topology, visitors=visitors, **options)
-        seconds = _seconds(plan, request, topology)
-        wins = (seconds < least)[:, :, None, None, None]
-        mixed = Plan(
-            jnp.where(wins, plan.slot_expert, mixed.slot_expert),
-            inside.home,
-            jnp.where(wins, plan.quota, mixed.quota),
-        )
-        least = jnp.minimum(least, seconds)
-    # The buffers of a padded fetch are as long as the longest of all layers, so the mixture counts as a whole.
-    better = _seconds(mixed, request, topology).sum() < total_inside
-    return jax.tree.map(functools.partial(jnp.where, better), mixed, inside)
-
-
-def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.Array, "M L"]:
-    """Estimate the seconds of every layer and micro-batch."""
-    price, plans = request.price, layer_plans(plan, request.load)
-    tokens = _tokens(request)
-    visits = None
-    if price.hierarchical:
-        visits = estimate_visits(plan, request.load, tokens, request.routes, topology, striped=price.striped)
-    # The time of attention between the tokens of a sample comes on top; the choice is on the safe side.
-    attention = jnp.broadcast_to(price.token * tokens.max(), tokens.shape)
-    ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=even_pairs(plans, topology))
-    return jnp.asarray(layer_time(ranks, price).total)
-
-
-def _tokens(request: PlanRequest) -> Float[jax.Array, "M N G"]:
-    if request.tokens is not None:
-        return jnp.asarray(request.tokens, jnp.float32)
-    top_k = 1 if request.routes is None else request.routes.expert_ids.shape[-1]
-    return jnp.asarray(request.load, jnp.float32)[:, 0].sum(-1) / top_k
 
 
 def replicate_with_visitors(
@@ -124,7 +39,8 @@ def replicate_with_visitors(
         placement: the homes and residents.
         topology: the expert-parallel group.
         visitors: the number of replica slots of a rank for experts of other nodes, 1 to R.
-        **options: ``min_tokens``, ``tile`` and ``exact``, as for `replicate_anywhere`.
+        **options: ``min_tokens``, ``tile`` and ``exact``, as for
+            `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
         A Plan. A visitor without tokens leaves its slot EMPTY.
