@@ -12,10 +12,25 @@ from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import Price, RoutingReplay, Topology
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.portfolio import list_trials, pack_near
+from relibra_jax.planning.portfolio import exchange_pairs, list_trials, pack_near
 from relibra_jax.planning.relibra import relibra
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exchanged_homes_are_more_even_and_take_one_expert_from_a_rank_at_most(seed):
+    rng = np.random.default_rng(seed)
+    load = jnp.asarray(rng.lognormal(0, 1, (3, 16)).astype(np.float32))
+    before = np.stack([rng.permutation(16) for _ in range(3)]).astype(np.int32)
+    home = np.asarray(exchange_pairs(load, jnp.asarray(before), TOPOLOGY))
+    np.testing.assert_array_equal(np.sort(home, 1), np.tile(np.arange(16), (3, 1)))
+    for new, old, loads in zip(home, before, load, strict=True):
+        leaves = new // 4 != old // 4
+        assert 0 < leaves.sum()
+        assert np.bincount(old[leaves] // 4, minlength=4).max() == 1
+        totals = [np.bincount(slots // 4, loads, 4) for slots in (new, old)]
+        assert totals[0].max() < totals[1].max()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -37,6 +52,7 @@ def test_packed_homes_are_even_and_near(seed):
 def test_even_loads_move_nothing():
     before = jnp.asarray(np.random.default_rng(0).permutation(16)[None].astype(np.int32))
     np.testing.assert_array_equal(pack_near(jnp.ones((1, 16)), before, TOPOLOGY), before)
+    np.testing.assert_array_equal(exchange_pairs(jnp.ones((1, 16)), before, TOPOLOGY), before)
 
 
 @pytest.mark.parametrize("assigned", [False, True])

@@ -33,6 +33,7 @@ OPTIONS = {
     "across_nodes": {"across_nodes": True},
     "tiles": {"tile": 16, "min_tokens": 40},
     "exact": {"exact": True},
+    "few exports": {"exports": 1},
 }
 METHODS = {
     option: functools.partial(replicate_experts, **arguments) for option, arguments in OPTIONS.items()
@@ -113,6 +114,12 @@ def test_replicate_experts_gives_valid_plans(method, load, seed):
     tile, least = (OPTIONS.get(method, {}).get(name, 1) for name in ("tile", "min_tokens"))
     assert (tokens[experts != EMPTY] >= least).all()
     assert (tokens % tile == 0).all()
+    if "exports" in OPTIONS.get(method, {}):
+        layers = np.arange(2)[None, :, None, None, None]
+        source_rank = np.where(experts == EMPTY, -1, home[layers, experts] // TOPOLOGY.home_slots)
+        for rank in range(TOPOLOGY.num_ranks):
+            from_rank = np.where(source_rank == rank, experts, EMPTY)[0].reshape(2, -1)
+            assert all(len(np.unique(row[row != EMPTY])) <= OPTIONS[method]["exports"] for row in from_rank)
 
     if method != "even split":
         static = (

@@ -1,9 +1,11 @@
 """The homes among which every layer chooses by the clock after the search: a portfolio of at most four.
 
-They are the homes of the batch before, contiguous homes, the homes of the search without its residents, and homes that
-are packed anew, heaviest expert first, as systems do that never move an expert again (EPLB, LAER-MoE, MoonEP). The
-search moves one expert at a time, and each of its moves has to pay for itself; packed homes pay all together or not.
-They are packed for the mean of the batches so far, so that they suit many batches, where the search suits one.
+They are the homes of the batch before, those after one exchange of experts between pairs of ranks, the homes of the
+search without its residents, and homes that are packed anew, heaviest expert first, as systems do that never move an
+expert again (EPLB, LAER-MoE, MoonEP). The search moves one expert at a time, and each of its moves has to pay for
+itself; packed homes pay all together or not. An exchange in which no more than one expert leaves any rank costs the
+least that any move does, because all ranks send as many experts as the one that sends the most. Packed and exchanged
+homes are made for the mean of the batches so far, so that they suit many batches, where the search suits one.
 """
 
 from typing import Final, NamedTuple
@@ -13,19 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.contract.plan import inverse_permutation
 from relibra_jax.contract.types import Array, Topology
 
 NEAR: Final = 1.001
 """The load up to which a bin keeps its experts, as a multiple of the mean; more than 1 because of rounding."""
-SEARCHED, BEFORE, CONTIGUOUS, PACKED = range(4)
+SEARCHED, BEFORE, EXCHANGED, PACKED = range(4)
 
 
 class Trial(NamedTuple):
     """A plan that is tried after the search, under the best or the first assignment of samples."""
 
     home: Array
-    """`SEARCHED`, `BEFORE`, `CONTIGUOUS` or `PACKED`."""
+    """`SEARCHED`, `BEFORE`, `EXCHANGED` or `PACKED`."""
     bare: Array
     """Whether there are no replicas. Ranks then need not meet to fetch them, so all layers go without."""
     first_assignment: Array
@@ -46,11 +48,11 @@ def list_trials(*, assigned: bool) -> tuple[Trial, ...]:
     [0, 1, 2, 3, 0, 1, 2, 0, 0]
     """
     groups = [
-        ((SEARCHED, BEFORE, CONTIGUOUS, PACKED), False, False),
-        ((BEFORE, CONTIGUOUS, SEARCHED), True, False),
+        ((SEARCHED, BEFORE, EXCHANGED, PACKED), False, False),
+        ((BEFORE, EXCHANGED, SEARCHED), True, False),
     ]
     if assigned:
-        groups += [((BEFORE, CONTIGUOUS, PACKED), False, True), ((BEFORE, CONTIGUOUS), True, True)]
+        groups += [((BEFORE, EXCHANGED, PACKED), False, True), ((BEFORE, EXCHANGED), True, True)]
     trials: list[Trial] = []
     for homes, bare, first in groups:
         for number, home in enumerate((*homes, SEARCHED)):
@@ -72,14 +74,59 @@ def homes_of(
         trial: the trial.
         before: the homes of the batch before.
         searched: the homes of the search.
-        load: the load of each expert, for which homes are packed.
+        load: the load of each expert, for which homes are packed and exchanged.
         topology: the expert-parallel group.
     """
     searched, before = jnp.asarray(searched), jnp.asarray(before)
-    contiguous = jnp.asarray(contiguous_homes(topology, len(before)), jnp.int32)
-    # In the order of SEARCHED, BEFORE, CONTIGUOUS, PACKED. A switch packs only if the trial asks for it.
-    homes = (lambda: searched, lambda: before, lambda: contiguous)
-    return jax.lax.switch(trial.home, (*homes, lambda: pack_near(jnp.asarray(load), before, topology)))
+    load = jnp.asarray(load)
+    # In the order of SEARCHED, BEFORE, EXCHANGED, PACKED. A switch packs only if the trial asks for it.
+    homes = (
+        lambda: searched,
+        lambda: before,
+        lambda: exchange_pairs(load, before, topology),
+        lambda: pack_near(load, before, topology),
+    )
+    return jax.lax.switch(trial.home, homes)
+
+
+def exchange_pairs(
+    load: Float[jax.Array, "L E"], before: Int[Array, "L E"], topology: Topology
+) -> Int[jax.Array, "L E"]:
+    """Exchange one expert between the fullest and the emptiest rank, then between the next ones, each rank once.
+
+    Of all exchanges of a pair, the one that leaves the lower maximum is made, if it is lower than before.
+
+    Args:
+        load: the load of each expert.
+        before: the homes of the batch before.
+        topology: the expert-parallel group.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> exchange_pairs(jnp.array([[9.0, 8.0, 2.0, 1.0]]), jnp.array([[0, 1, 2, 3]]), topology).tolist()
+    [[2, 1, 0, 3]]
+    """
+    ranks, size = topology.num_ranks, topology.home_slots
+
+    def one_layer(load: jax.Array, home: jax.Array) -> jax.Array:
+        expert = inverse_permutation(home).reshape(ranks, size)
+        total = load[expert].sum(1)
+
+        def exchange(_, carry):
+            home, free = carry
+            fullest = jnp.where(free, total, -jnp.inf).argmax()
+            emptiest = jnp.where(free, total, jnp.inf).argmin()
+            gives, takes = expert[fullest], expert[emptiest]
+            moved = load[gives][:, None] - load[takes][None]
+            top = jnp.maximum(total[fullest] - moved, total[emptiest] + moved)
+            best = top.argmin()
+            a, b = gives[best // size], takes[best % size]
+            pays = top.min() < total[fullest]
+            changed = home.at[a].set(home[b]).at[b].set(home[a])
+            return jnp.where(pays, changed, home), free.at[fullest].set(False).at[emptiest].set(False)
+
+        return jax.lax.fori_loop(0, ranks // 2, exchange, (home, jnp.ones(ranks, bool)))[0]
+
+    return jax.vmap(one_layer)(load, jnp.asarray(before, jnp.int32))
 
 
 def pack_near(

@@ -1,4 +1,4 @@
-"""Replicas on other nodes: valid plans, taken where attention hides their transfer, and estimates that agree."""
+"""Replicas chosen by the clock, on other nodes too: valid, taken where attention hides them, estimates that agree."""
 
 import dataclasses
 
@@ -9,8 +9,9 @@ import pytest
 from support.plans import load_of, random_ids, random_plan
 
 from relibra_jax.contract.check import check_plan
+from relibra_jax.contract.plan import replica_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, PlanRequest
-from relibra_jax.contract.types import LayerPlan, Topology, layer_plans
+from relibra_jax.contract.types import EMPTY, LayerPlan, Topology, layer_plans
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
@@ -85,6 +86,22 @@ def test_replicas_leave_the_node_only_behind_attention(scale, leaves):
         request._replace(price=dataclasses.replace(price, across_nodes=False)), placement, TOPOLOGY
     )
     np.testing.assert_array_equal(kept.slot_expert, inside.slot_expert)
+
+
+@pytest.mark.parametrize(("scale", "most"), [(1.0, 2), (1e4, 3)])
+def test_ranks_export_few_experts_where_attention_does_not_hide_a_padded_fetch(scale, most):
+    """One rank has three hot experts. With much attention and compute, all of them are worth their transfer."""
+    topology = dataclasses.replace(TOPOLOGY, num_nodes=1, ranks_per_node=4, num_experts=16, replica_slots=1)
+    model = dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=TOP_K)
+    price = CostModel(cluster=CLUSTERS["h100"], model=model, scale=scale).price(topology)
+    load = np.full((1, 1, 1, 4, 16), 2, np.int32)
+    load[..., :3] = 40
+    request = PlanRequest(load, price=price, tokens=np.full((1, 1, 4), 64, np.float32))
+    placement = Placement.without_residents(jnp.arange(16)[None], topology)
+    plan = replicate_for_time(request, placement, topology)
+    check_plan(plan, load, topology)
+    experts = np.asarray(replica_experts(plan, topology))
+    assert len(np.unique(experts[(experts != EMPTY) & (experts < 4)])) == most
 
 
 @pytest.mark.parametrize("across_nodes", [False, True])
