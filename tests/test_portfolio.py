@@ -27,7 +27,7 @@ def test_exchanged_homes_are_more_even_and_take_one_expert_from_a_rank_at_most(s
     np.testing.assert_array_equal(np.sort(home, 1), np.tile(np.arange(16), (3, 1)))
     for new, old, loads in zip(home, before, load, strict=True):
         leaves = new // 4 != old // 4
-        assert 0 < leaves.sum()
+        assert leaves.sum() > 0
         assert np.bincount(old[leaves] // 4, minlength=4).max() == 1
         totals = [np.bincount(slots // 4, loads, 4) for slots in (new, old)]
         assert totals[0].max() < totals[1].max()
