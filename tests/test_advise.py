@@ -90,7 +90,7 @@ def test_threshold_is_where_every_point_from_there_on_pays(gains, start):
 def test_fastest_point_counts_nothing_among_the_strategies(seconds, best):
     """A strategy that is slower than to do nothing is never the best one, and no gain is negative."""
     tried = strategies(replica_slots=(), resident_slots=())
-    advice = [Advice(each, 1.0, time, 0.0, 1e9) for each, time in zip(tried, seconds, strict=True)]
+    advice = [Advice(each, 1.0, time, 0.0, 1e9, 0.0) for each, time in zip(tried, seconds, strict=True)]
     assert fastest_point(advice, 64.0) == Point(64.0, *best)
 
 
@@ -98,7 +98,7 @@ def test_best_slots_take_least_time():
     tried = strategies(replica_slots=(1, 2, 0), resident_slots=(1,))
     labels = [f"{each.label} {each.foresight}" for each in tried]
     assert len(set(labels)) == len(labels) == 2 + 2 * 5 + 1 + 2 * 2
-    advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9) for each in tried]
+    advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9, 0.0) for each in tried]
     chosen = best_slots(advice)
     assert chosen[0] is tried[0]
     assert len(chosen) == 10
@@ -123,7 +123,7 @@ def test_advise_refuses_bad_input_in_one_line_and_writes_nothing(
         monkeypatch.setattr(
             advise,
             "price",
-            lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9)],
+            lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9, 0.0)],
         )
     assert main(["advise", *options, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
