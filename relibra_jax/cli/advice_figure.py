@@ -128,7 +128,7 @@ def _draw_predictors(panel: Axes, predictors: Sequence[PredictorPrice]) -> None:
             fontsize=8,
         )
     labels = [
-        "\n".join(textwrap.wrap(each.name, 14))
+        "\n".join(textwrap.wrap(each.name, 12))
         + ("" if each.accuracy is None else f"\nright: {each.accuracy:.0%}")
         for each in ordered
     ]
