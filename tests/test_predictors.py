@@ -1,6 +1,7 @@
 """Predictors against replay: their accuracy and loads by hand, plans from predictions, and what they gain and cost."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from relibra_jax.evaluation.predictors import (
     mispredict,
     predict_by_key,
 )
+from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.metrics import forecast_error
@@ -277,6 +279,48 @@ def test_advise_rejects_predictors_before_it_plans(options, says, tmp_path, caps
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_advise_writes_the_trade_off(tmp_path, capsys, monkeypatch):
+    """The table, the figure and the numbers have one row for each predictor, and the best strategy with replay."""
+    trace = save_small_trace(tmp_path / "small.npz")
+    first = strategies(replica_slots=(1,), resident_slots=())[:3]
+    monkeypatch.setattr("relibra_jax.cli.advise.strategies", lambda **_: first)
+    options = [
+        "--ranks-per-node",
+        "2",
+        "--replica-slots",
+        "1",
+        "--predictor-accuracy",
+        "0.8",
+        "--predictor-cost",
+        "0.1",
+    ]
+    assert main(["advise", str(trace), *options, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads((tmp_path / "advise.json").read_text())
+    nothing, reorder = report["strategies"][:2]
+    numbers = report["predictors"]
+    names = [row["name"] for row in numbers["prices"]]
+    assert names == [
+        "none",
+        "the last batch",
+        "a table by position",
+        "a table by layer below",
+        "a network, 80%",
+        "replay",
+        "replay, best strategy",
+    ]
+    assert all(f" {name} " in shown for name in names)
+    assert "not available: a table by token: the trace has no token_ids" in shown
+    assert numbers["not_available"] == {"a table by token": "the trace has no token_ids"}
+    assert (numbers["replica_slots"], numbers["best_with_replay"]) == (1, "reorder")
+    for row in numbers["prices"]:
+        assert row["seconds"] == pytest.approx(row["compute"] + row["communication"] + row["overhead"])
+    none, *_, replay, best = numbers["prices"]
+    assert none["seconds"] == pytest.approx(nothing["seconds"])
+    assert best["seconds"] == pytest.approx(reorder["seconds"] + replay["overhead"])
 
 
 def test_one_cost_is_for_all_networks():

@@ -20,6 +20,7 @@ from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.predictor_table import (
     COLUMNS,
     Networks,
+    best_with_replay,
     predictor_numbers,
     predictor_table,
     replica_slots_of,
@@ -114,7 +115,8 @@ def run_advise(options: Advise, console: Console) -> None:
         bar.reset(task, description="predictors", total=len(predictors))
         slots = replica_slots_of(fitting)
         own = dataclasses.replace(setting, topology=dataclasses.replace(topology, replica_slots=slots))
-        prices = with_best(price_predictors(predictors, own, progress=progress), fitting)
+        replayed = best_with_replay(fitting)
+        prices = with_best(price_predictors(predictors, own, progress=progress), replayed)
     title = (
         f"{trace.name} on {options.nodes} nodes x {options.ranks_per_node} ranks: {options.costs.model} on"
         f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
@@ -128,14 +130,21 @@ def run_advise(options: Advise, console: Console) -> None:
         _COLUMNS,
     ):
         console.print(line, highlight=False, soft_wrap=True)
-    table = predictor_table(prices, missing, replica_slots=slots, width=TABLE_WIDTH)
+    table = predictor_table(prices, replica_slots=slots, width=TABLE_WIDTH)
     console.print(table, crop=False, soft_wrap=True)
-    console.print(COLUMNS, highlight=False, soft_wrap=True)
+    for line in (
+        *(f"not available: {name}: {reason}" for name, reason in missing.items()),
+        f"replay, best strategy: {replayed.strategy.label}",
+        COLUMNS,
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "advise.png", options.out / "advise.json"
     draw_advice(figure, advice, sizes, skews, prices, title)
     report = _report(title, limit, advice, best, sizes, skews)
-    write_json(numbers, report | {"predictors": predictor_numbers(prices, missing, replica_slots=slots)})
+    write_json(
+        numbers, report | {"predictors": predictor_numbers(prices, missing, replayed, replica_slots=slots)}
+    )
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 

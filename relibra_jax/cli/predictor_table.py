@@ -54,29 +54,36 @@ class Networks:
         return list(map(Network, accuracies, costs))
 
 
-def with_best(prices: Sequence[PredictorPrice], advice: Sequence[Advice]) -> list[PredictorPrice]:
-    """Add the fastest strategy that plans from the true loads: what replay gives beyond a prediction for EPLB's rule.
+def best_with_replay(advice: Sequence[Advice]) -> Advice:
+    """Return the fastest strategy that plans from the true loads of the batch.
+
+    Args:
+        advice: the results of the strategies that fit the memory, among them one that plans from the true loads.
+    """
+    return min(
+        (each for each in advice if each.strategy.foresight in ("batch", "micro-batch")),
+        key=lambda each: each.seconds,
+    )
+
+
+def with_best(prices: Sequence[PredictorPrice], best: Advice) -> list[PredictorPrice]:
+    """Add the best strategy with the true loads: what replay gives beyond a prediction for EPLB's rule.
 
     Args:
         prices: the prices of all predictors, the last of which is replay.
-        advice: the results of the strategies that fit the memory.
+        best: the results of the strategy.
     """
-    known = [each for each in advice if each.strategy.foresight in ("batch", "micro-batch")]
-    if not known:
-        return list(prices)
-    best, replay = min(known, key=lambda each: each.seconds), prices[-1]
-    seconds, communication = best.seconds + replay.overhead, best.exchange + best.transfers
-    return [
-        *prices,
-        replay._replace(
-            name=f"replay: {best.strategy.label}",
-            imbalance=best.imbalance,
-            compute=best.seconds - communication,
-            communication=communication,
-            seconds=seconds,
-            gain=prices[0].seconds / seconds - 1,
-        ),
-    ]
+    replay, seconds = prices[-1], best.seconds + prices[-1].overhead
+    communication = best.exchange + best.transfers
+    added = replay._replace(
+        name="replay, best strategy",
+        imbalance=best.imbalance,
+        compute=best.seconds - communication,
+        communication=communication,
+        seconds=seconds,
+        gain=prices[0].seconds / seconds - 1,
+    )
+    return [*prices, added]
 
 
 def replica_slots_of(advice: Sequence[Advice]) -> int:
@@ -85,14 +92,11 @@ def replica_slots_of(advice: Sequence[Advice]) -> int:
     return min(using, key=lambda each: each.seconds).strategy.replica_slots if using else 0
 
 
-def predictor_table(
-    prices: Sequence[PredictorPrice], missing: Mapping[str, str], *, replica_slots: int, width: int
-) -> Table:
+def predictor_table(prices: Sequence[PredictorPrice], *, replica_slots: int, width: int) -> Table:
     """Make a table with one line for each predictor.
 
     Args:
         prices: the prices of the predictors.
-        missing: the reasons of the predictors that are not available, by name.
         replica_slots: the number of replica slots on each rank.
         width: the width of the table, in characters.
     """
@@ -110,23 +114,23 @@ def predictor_table(
             f"{each.seconds:.2f}s",
             f"{each.gain:+.1%}",
         )
-    for name, reason in missing.items():
-        table.add_row(f"{name}: {reason}", style="dim")
     return table
 
 
 def predictor_numbers(
-    prices: Sequence[PredictorPrice], missing: Mapping[str, str], *, replica_slots: int
+    prices: Sequence[PredictorPrice], missing: Mapping[str, str], best: Advice, *, replica_slots: int
 ) -> dict[str, Any]:
     """Return the numbers of the file.
 
     Args:
         prices: the prices of the predictors.
         missing: the reasons of the predictors that are not available, by name.
+        best: the results of the best strategy with replay.
         replica_slots: the number of replica slots on each rank.
     """
     return {
         "replica_slots": replica_slots,
+        "best_with_replay": best.strategy.label,
         "prices": [each._asdict() for each in prices],
         "not_available": dict(missing),
     }

@@ -190,7 +190,8 @@ def predict_by_key(
     >>> prediction.right, prediction.load.tolist()  # tokens with key 7 went to expert 0, with key 8 to expert 1
     (2, [[[2.0, 1.0]]])
     """
-    rows, true, top_k = before.expert_ids[before.mask], now.expert_ids[now.mask], now.expert_ids.shape[3]
+    rows, true = _rows(before), _rows(now)
+    top_k = true.shape[2]
     known, row_of = np.unique(keys_before[before.mask], return_inverse=True)
     asked, unknown = keys[now.mask], len(known)
     row = np.searchsorted(known, asked)
@@ -222,13 +223,19 @@ def count_right_by_layer_below(
         share: the popularity of the experts in the batch before.
     """
     counts = np.asarray(count_transitions(before, num_experts=share.shape[1]).across_layers)
-    true, top_k = now.expert_ids[now.mask], now.expert_ids.shape[3]
+    true = _rows(now)
+    top_k = true.shape[2]
     right = _count_among(true[:, 0], _likeliest(share[:1], top_k))
     for layer in range(1, true.shape[1]):
         total = counts[layer].sum(-1, keepdims=True)
         chance = np.where(total > 0, counts[layer] / np.maximum(total, 1), share[layer])
         right += _count_among(true[:, layer], _likeliest(chance[true[:, layer - 1]].sum(1), top_k))
     return right
+
+
+def _rows(replay: RoutingReplay) -> Integer[np.ndarray, "Q L K"]:
+    """Return the experts of the real tokens."""
+    return np.asarray(replay.expert_ids)[np.asarray(replay.mask)]
 
 
 def _likeliest(chance: Float[np.ndarray, "Q E"], top_k: int) -> Int[np.ndarray, "Q K"]:
@@ -241,4 +248,4 @@ def _count_among(true: Integer[np.ndarray, "Q K"], predicted: Integer[np.ndarray
 
 
 def _count_equal(true: RoutingReplay, predicted: RoutingReplay) -> int:
-    return int((true.expert_ids == predicted.expert_ids)[true.mask].sum())
+    return int((_rows(true) == _rows(predicted)).sum())

@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from relibra_jax.contract.replay_files import load_replay, read_labels, read_token_ids, stored_num_experts
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_memory
@@ -81,7 +83,7 @@ def _read(path: Path) -> Trace:
         path.name,
         note,
         category=next(iter(labels.values()), None),
-        token_ids=read_token_ids(path, replay.mask),
+        token_ids=read_token_ids(path, np.asarray(replay.mask)),
     )
 
 

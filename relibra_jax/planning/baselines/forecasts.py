@@ -272,7 +272,7 @@ def plan_expected(
     @compiled_update
     def update(request: PlanRequest, state: PlacedState, topology: Topology) -> tuple[Plan, PlacedState]:
         load = request.by_expert
-        known = load if request.predicted is None else request.predicted
+        known = load if request.predicted is None else jnp.asarray(request.predicted)
         for_homes, expected, forecast_state = expect_loads(
             forecast, known, state.seen, scope=scope, transitions=request.transitions
         )
