@@ -58,6 +58,35 @@ def test_advise_points_rise_and_the_last_is_the_setting(advised):
     assert report["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
 
 
+def test_advise_prices_predictors_beside_the_strategies(advised):
+    """The first predictor is the strategy that does nothing; what replay gives is the best strategy of the table."""
+    report, _ = advised
+    numbers = report["predictors"]
+    assert [row["name"] for row in numbers["prices"]] == [
+        "none",
+        "the last batch",
+        "a table by position",
+        "a table by layer below",
+        *(f"a network, {accuracy}%" for accuracy in (50, 70, 90)),
+        "replay",
+        "replay, best strategy",
+    ]
+    assert numbers["not_available"] == {"a table by token": "the trace has no token_ids"}
+    assert numbers["replica_slots"] == 1
+    for row in numbers["prices"]:
+        assert row["seconds"] == pytest.approx(row["compute"] + row["communication"] + row["overhead"])
+    none, last, *_, replay, best = numbers["prices"]
+    nothing, *others = report["strategies"]
+    assert none["seconds"] == pytest.approx(nothing["seconds"])
+    (once,) = (each for each in others if (each["foresight"], each["replica_slots"]) == ("history", 1))
+    assert last["seconds"] == pytest.approx(once["seconds"])
+    known = [each for each in others if each["foresight"] != "history" and each["memory"] <= 30e9]
+    fastest = min(known, key=lambda each: each["seconds"])
+    assert numbers["best_with_replay"].startswith(fastest["name"])
+    assert best["seconds"] == pytest.approx(fastest["seconds"] + replay["overhead"])
+    assert best["gain"] == pytest.approx(none["seconds"] / best["seconds"] - 1)
+
+
 def test_route_some_evenly_draws_a_token_in_all_layers_or_in_none():
     trace = read_trace(None)
     before, mask = np.asarray(trace.replay.expert_ids), np.asarray(trace.replay.mask)

@@ -14,7 +14,7 @@ from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_not_negative
 
 COLUMNS: Final = """\
-predictor: what is known of the loads; all but the last row replicate by EPLB's rule and run on the true loads
+predictor: what is known of the loads; all but the first and last rows copy by EPLB's rule and run on the true loads
 accuracy: share of token copies predicted right; error: of the distribution, |expected share - share| x E, averaged
 compute, comm.: the modelled time without, and with nothing but, exchanges of tokens and transfers of experts
 overhead: modelled time of the predictor, or of sending the routes of the replay, as if nothing hid it"""
