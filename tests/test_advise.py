@@ -58,6 +58,35 @@ def test_advise_points_rise_and_the_last_is_the_setting(advised):
     assert report["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
 
 
+def test_advise_prices_predictors_beside_the_strategies(advised):
+    """The first predictor is the strategy that does nothing; what replay gives is the best strategy of the table."""
+    report, _ = advised
+    numbers = report["predictors"]
+    assert [row["name"] for row in numbers["prices"]] == [
+        "none",
+        "the last batch",
+        "a table by position",
+        "a table by layer below",
+        *(f"a network, {accuracy}%" for accuracy in (50, 70, 90)),
+        "replay",
+        "replay, best strategy",
+    ]
+    assert numbers["not_available"] == {"a table by token": "the trace has no token_ids"}
+    assert numbers["replica_slots"] == 1
+    for row in numbers["prices"]:
+        assert row["seconds"] == pytest.approx(row["compute"] + row["communication"] + row["overhead"])
+    none, last, *_, replay, best = numbers["prices"]
+    nothing, *others = report["strategies"]
+    assert none["seconds"] == pytest.approx(nothing["seconds"])
+    (once,) = (each for each in others if (each["foresight"], each["replica_slots"]) == ("history", 1))
+    assert last["seconds"] == pytest.approx(once["seconds"])
+    known = [each for each in others if each["foresight"] != "history" and each["memory"] <= 30e9]
+    fastest = min(known, key=lambda each: each["seconds"])
+    assert numbers["best_with_replay"].startswith(fastest["name"])
+    assert best["seconds"] == pytest.approx(fastest["seconds"] + replay["overhead"])
+    assert best["gain"] == pytest.approx(none["seconds"] / best["seconds"] - 1)
+
+
 def test_route_some_evenly_draws_a_token_in_all_layers_or_in_none():
     trace = read_trace(None)
     before, mask = np.asarray(trace.replay.expert_ids), np.asarray(trace.replay.mask)
@@ -90,7 +119,7 @@ def test_threshold_is_where_every_point_from_there_on_pays(gains, start):
 def test_fastest_point_counts_nothing_among_the_strategies(seconds, best):
     """A strategy that is slower than to do nothing is never the best one, and no gain is negative."""
     tried = strategies(replica_slots=(), resident_slots=())
-    advice = [Advice(each, 1.0, time, 0.0, 1e9) for each, time in zip(tried, seconds, strict=True)]
+    advice = [Advice(each, 1.0, time, 0.0, 1e9, 0.0) for each, time in zip(tried, seconds, strict=True)]
     assert fastest_point(advice, 64.0) == Point(64.0, *best)
 
 
@@ -98,7 +127,7 @@ def test_best_slots_take_least_time():
     tried = strategies(replica_slots=(1, 2, 0), resident_slots=(1,))
     labels = [f"{each.label} {each.foresight}" for each in tried]
     assert len(set(labels)) == len(labels) == 2 + 2 * 5 + 1 + 2 * 2
-    advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9) for each in tried]
+    advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9, 0.0) for each in tried]
     chosen = best_slots(advice)
     assert chosen[0] is tried[0]
     assert len(chosen) == 10
@@ -123,7 +152,7 @@ def test_advise_refuses_bad_input_in_one_line_and_writes_nothing(
         monkeypatch.setattr(
             advise,
             "price",
-            lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9)],
+            lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9, 0.0)],
         )
     assert main(["advise", *options, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()

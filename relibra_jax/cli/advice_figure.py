@@ -1,5 +1,7 @@
-"""The figure of the advice: the modelled time of every strategy, and the gain of the best by size and by skew."""
+"""The figure of the advice: the modelled time of every strategy, the gain of the best by size and by skew, and the
+trade-off of predictors: accuracy, overhead and gain, as in MoE-GPS (arXiv 2506.07366)."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,31 +12,41 @@ from matplotlib.ticker import PercentFormatter
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, PHASES, planner_style
 from relibra_jax.evaluation.advice import Advice
+from relibra_jax.evaluation.predictor_prices import PredictorPrice
 from relibra_jax.evaluation.thresholds import PAYS, Point
 
 
 def draw_advice(
-    path: Path, advice: Sequence[Advice], sizes: Sequence[Point], skews: Sequence[Point], title: str
+    path: Path,
+    advice: Sequence[Advice],
+    sizes: Sequence[Point],
+    skews: Sequence[Point],
+    predictors: Sequence[PredictorPrice],
+    title: str,
 ) -> None:
-    """Draw the modelled time of every strategy, and the gain of the best over tokens of a rank and over skew.
+    """Draw the modelled time of every strategy, the gain of the best by tokens of a rank and by skew, and predictors.
 
     Args:
         path: the PNG file to write.
         advice: the price of every strategy; the one that does nothing comes first.
         sizes: the gain of the best strategy, by tokens of a rank.
         skews: the gain of the best strategy, by the imbalance under static placement.
+        predictors: the prices of the predictors; the one that predicts nothing comes first.
         title: the setting that was priced.
     """
+    strategies = max(3.0, 1.6 + 0.26 * len(advice))
     figure, axes = plt.subplot_mosaic(
-        [["time", "size"], ["time", "skew"]],
-        figsize=(11, 1.6 + 0.26 * len(advice)),
+        [["time", "size"], ["time", "skew"], ["predictors", "predictors"]],
+        figsize=(11, 5 + strategies),
         width_ratios=[1.25, 1],
+        height_ratios=[strategies / 2, strategies / 2, 3.4],
         layout="constrained",
     )
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
     _draw_times(axes["time"], advice)
     _draw_gain(axes["size"], sizes, "tokens of a rank in a micro-batch")
     _draw_gain(axes["skew"], skews, "imbalance under static placement")
+    _draw_predictors(axes["predictors"], predictors)
     axes["size"].set_xscale("log")
     axes["skew"].annotate(
         f"dotted: {PAYS:.0%}, from which it pays",
@@ -94,4 +106,40 @@ def _draw_gain(panel: Axes, points: Sequence[Point], label: str) -> None:
     panel.set_xlabel(label, fontsize=9)
     panel.set_ylabel("gain of the best strategy", fontsize=9)
     panel.tick_params(labelsize=8)
+    bare(panel, "y")
+
+
+def _draw_predictors(panel: Axes, predictors: Sequence[PredictorPrice]) -> None:
+    """Draw the modelled time of a batch by parts for every predictor, in the order of their accuracy, and the gain."""
+    first, *others = predictors
+    ordered = [first, *sorted(others, key=lambda each: each.accuracy or 0.0)]
+    places, below = range(len(ordered)), [0.0] * len(ordered)
+    for name, phase in (("compute", "home"), ("communication", "crossing"), ("overhead", "transfer")):
+        parts = [getattr(each, name) for each in ordered]
+        panel.bar(places, parts, bottom=below, color=PHASES[phase], width=0.6, label=name)
+        below = [start + part for start, part in zip(below, parts, strict=True)]
+    for place, each in enumerate(ordered):
+        panel.annotate(
+            f"{each.gain:+.1%}",
+            (place, each.seconds),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    labels = [
+        "\n".join(textwrap.wrap(each.name, 12))
+        + ("" if each.accuracy is None else f"\nright: {each.accuracy:.0%}")
+        for each in ordered
+    ]
+    panel.set_xticks(places, labels)
+    panel.set_ylim(0, 1.12 * max(each.seconds for each in ordered))
+    panel.set_xlabel(
+        "predictors of loads, by accuracy (above: gain over none, with the overhead of the predictor)",
+        fontsize=9,
+    )
+    panel.set_ylabel("modelled seconds of a batch", fontsize=9)
+    panel.tick_params(labelsize=8)
+    panel.tick_params(axis="x", length=0)
+    panel.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
     bare(panel, "y")

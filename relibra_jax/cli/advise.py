@@ -1,7 +1,8 @@
 """``relibra advise``: which balancing strategy pays on a trace, in modelled time.
 
-MoE-GPS (arXiv 2506.07366) asks which prediction of loads pays for copying experts. Here the strategies may also use the
-true loads, which routing replay gives before a batch runs. All times are modelled.
+MoE-GPS (arXiv 2506.07366) asks which prediction of loads pays for copying experts: its accuracy, its overhead and its
+gain. Here predictors are compared with routing replay, which gives the true loads before a batch runs. All times are
+modelled.
 """
 
 import dataclasses
@@ -16,10 +17,21 @@ from rich.table import Table
 
 from relibra_jax.cli.advice_figure import draw_advice
 from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.predictor_table import (
+    COLUMNS,
+    Networks,
+    best_with_replay,
+    predictor_numbers,
+    predictor_table,
+    replica_slots_of,
+    with_best,
+)
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting
 from relibra_jax.evaluation.advice import STEPS, Advice, best_slots, over_skew, over_tokens, price
+from relibra_jax.evaluation.predictor_prices import price_predictors
+from relibra_jax.evaluation.predictors import make_predictors
 from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.evaluation.thresholds import EVEN_SHARES, PAYS, Point, route_some_evenly, threshold
 from relibra_jax.support.atomic_write import write_json
@@ -31,7 +43,8 @@ TABLE_WIDTH: Final = 96
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advise:
-    """Find the balancing strategy that pays most on a trace, and the sizes and skews from which balancing pays."""
+    """Find the balancing strategy that pays most on a trace, the sizes and skews from which balancing pays, and what
+    predictors of the loads gain against replay."""
 
     trace: TraceName = None
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
@@ -49,6 +62,7 @@ class Advise:
     """The memory that weights and optimizer state may take on a rank, in GB."""
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
+    networks: Annotated[Networks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Networks)
     out: Path = Path("out/advise")
     """The folder that the figure and the numbers are written to."""
 
@@ -56,16 +70,18 @@ class Advise:
 def run_advise(options: Advise, console: Console) -> None:
     """Compute the modelled time of every strategy, print the results, and write the figure and the numbers.
 
-    It prints a table of the strategies, the best one that fits the memory, and the thresholds where balancing pays.
+    It prints a table of the strategies, the best one that fits the memory, and the thresholds where balancing pays;
+    then a table of the predictors of loads.
 
     Args:
         options: the trace, the settings, the slots to try, and the folder to write to.
         console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace and the settings do not fit each other, or no strategy fits the memory. Nothing is
-            written then.
+        ValueError: if the trace and the settings do not fit each other, an accuracy or cost of a predictor is out of
+            its range, or no strategy fits the memory. Nothing is written then.
     """
+    networks = options.networks.networks()
     trace = read_trace(options.trace)
     topology = _topology(options, 0, 0, trace.num_experts)
     prepare = functools.partial(
@@ -87,11 +103,20 @@ def run_advise(options: Advise, console: Console) -> None:
 
         advice = price(tried, setting, progress=progress)
         best = _best_within(advice, limit)
+        fitting = [each for each in advice if each.memory <= limit]
         candidates = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
         bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(candidates))
         sizes = over_tokens(candidates, setting, options.costs.tokens_per_rank, progress=progress)
         flatter = (route_some_evenly(trace, share, seed=options.batching.seed) for share in EVEN_SHARES)
         skews = over_skew(candidates, map(prepare, flatter), progress=progress)
+        predictors, missing = make_predictors(
+            setting.batches, networks, num_experts=trace.num_experts, seed=options.batching.seed
+        )
+        bar.reset(task, description="predictors", total=len(predictors))
+        slots = replica_slots_of(fitting)
+        own = dataclasses.replace(setting, topology=dataclasses.replace(topology, replica_slots=slots))
+        replayed = best_with_replay(fitting)
+        prices = with_best(price_predictors(predictors, own, progress=progress), replayed)
     title = (
         f"{trace.name} on {options.nodes} nodes x {options.ranks_per_node} ranks: {options.costs.model} on"
         f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
@@ -105,10 +130,21 @@ def run_advise(options: Advise, console: Console) -> None:
         _COLUMNS,
     ):
         console.print(line, highlight=False, soft_wrap=True)
+    table = predictor_table(prices, replica_slots=slots, width=TABLE_WIDTH)
+    console.print(table, crop=False, soft_wrap=True)
+    for line in (
+        *(f"not available: {name}: {reason}" for name, reason in missing.items()),
+        f"replay, best strategy: {replayed.strategy.label}",
+        COLUMNS,
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "advise.png", options.out / "advise.json"
-    draw_advice(figure, advice, sizes, skews, title)
-    write_json(numbers, _report(title, limit, advice, best, sizes, skews))
+    draw_advice(figure, advice, sizes, skews, prices, title)
+    report = _report(title, limit, advice, best, sizes, skews)
+    write_json(
+        numbers, report | {"predictors": predictor_numbers(prices, missing, replayed, replica_slots=slots)}
+    )
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 

@@ -75,6 +75,9 @@ class PlanRequest(NamedTuple):
     start: Int[Array, "L E"] | None = None
     """The homes that were found for the same batch under its previous assignment of samples. None if the batch is
     planned once; all EMPTY for the first of several plans of the batch."""
+    predicted: Float[Array, "M L E"] | None = None
+    """The loads that a predictor expects, of which only the proportions count; given only to planners with
+    ``uses_predictions``. They plan from these in place of the true loads, and the quotas still sum to ``load``."""
 
     @property
     def by_expert(self) -> Int[jax.Array, "M L E"]:
@@ -165,3 +168,5 @@ class Planner(NamedTuple):
     with it keeps a `relibra_jax.planning.horizon.History` in a field ``history`` of its state."""
     uses_transitions: bool = False
     """Whether ``update`` reads ``request.transitions``, which take long to count."""
+    uses_predictions: bool = False
+    """Whether ``update`` plans from ``request.predicted`` in place of the true loads, if it is given."""

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from jaxtyping import Bool, Integer
 
 from relibra_jax.contract.replay import check_replay, id_dtype
 from relibra_jax.contract.types import RoutingReplay
@@ -150,6 +151,34 @@ def read_labels(path: str | os.PathLike[str], names: Iterable[str], *, samples: 
                 f"{os.fspath(path)}: {key} must be strings [{samples}], not {array.dtype}{list(array.shape)}"
             )
     return labels
+
+
+def read_token_ids(
+    path: str | os.PathLike[str], mask: Bool[np.ndarray, "B T"]
+) -> Integer[np.ndarray, "B T"] | None:
+    """Read the optional array ``token_ids [tokens]`` of a replay file: the vocabulary id of every real token.
+
+    Args:
+        path: the file to read.
+        mask: the mask of its replay, as `load_replay` returns it.
+
+    Returns:
+        The ids, aligned with the replay and 0 at padding; None if the file has none.
+
+    Raises:
+        ValueError: if the file is truncated or corrupt, or if the array has the wrong shape or dtype.
+        OSError: if the file does not exist or cannot be opened.
+    """
+    rows = _unpack(path, ["token_ids"]).get("token_ids")
+    if rows is None:
+        return None
+    if rows.dtype.kind not in "iu" or rows.shape != (mask.sum(),):
+        raise ValueError(
+            f"{os.fspath(path)}: token_ids must be integers [{mask.sum()}], not {rows.dtype}{list(rows.shape)}"
+        )
+    ids = np.zeros(mask.shape, rows.dtype)
+    ids[mask] = rows
+    return ids
 
 
 def _unpack(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, np.ndarray]:

@@ -31,6 +31,8 @@ class Advice(NamedTuple):
     """The part of ``seconds`` in which experts are transferred and nothing else runs."""
     memory: float
     """The modelled memory of a rank, in bytes."""
+    exchange: float
+    """The part of ``seconds`` for dispatch and combine."""
 
 
 def price(
@@ -53,7 +55,7 @@ def price(
         outcome = run_planner(strategy.label, strategy.entry, own, timed_runs=0)
         transfers = sum(outcome.modelled_parts[part] for part in TRANSFERS)
         numbers = (outcome.imbalance, outcome.modelled_seconds, transfers, outcome.rank_memory)
-        priced.append(Advice(strategy, *numbers))
+        priced.append(Advice(strategy, *numbers, outcome.exchange_seconds))
         progress()
     return priced
 

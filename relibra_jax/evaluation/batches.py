@@ -3,6 +3,7 @@
 from typing import Final, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer, Num
 
 from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.evaluation.settings import Batching
@@ -26,6 +27,11 @@ class Batches(NamedTuple):
     """The number of batches at the start that are planned but not measured: 1 if there are two or more, else 0."""
     samples_left: int
     """The number of samples at the end of the trace that do not fill a batch; 0 if the batches are drawn."""
+    token_ids: list[Integer[np.ndarray, "B T"]] | None = None
+    """The vocabulary ids of each batch's tokens; None if the trace has none."""
+    predicted: list[Num[np.ndarray, "B L E"]] | None = None
+    """The load of each batch's samples that a predictor expects, as in `relibra_jax.planning.batch.Batch`; None to plan
+    from what planners know without one."""
 
 
 def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batches:
@@ -58,6 +64,7 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
         micro_batches,
         int(len(chosen) > 1),
         0 if batching.bootstrap is not None else samples - sum(map(len, chosen)),
+        None if trace.token_ids is None else [trace.token_ids[part] for part in chosen],
     )
 
 

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
-from relibra_jax.contract.planner import Transitions
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
@@ -20,6 +19,7 @@ from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.planning.rounds import predicted_loads
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.limits import check_memory
 
@@ -88,6 +88,8 @@ def plan_in_turn(
     for number, replay in enumerate(batches.replays):
         key, assign_key = jax.random.split(key)
         batch = count_for_planner(replay, planner, topology, [cost])
+        if batches.predicted is not None:
+            batch = batch._replace(predicted_load=batches.predicted[number])
         plan = functools.partial(_plan, batch, entry, state, setting, cost=cost, key=assign_key)
         batch_plan, state = plan()
         if cost.striped:
@@ -97,7 +99,7 @@ def plan_in_turn(
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=across_nodes)
         except ValueError as error:
             raise ValueError(f"the plan of {name!r} for batch {number} is not valid: {error}") from error
-        load_error, forecast_state = _expect(batch_plan.load, forecast_state, batch.transitions, entry=entry)
+        load_error, forecast_state = _expect(batch_plan, forecast_state, batch, entry=entry)
         if number == first_placed and number:  # the initial moves happen once, and are no cost of this batch
             home = batch_plan.plan.home
         if number >= batches.history:
@@ -133,14 +135,18 @@ def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> N
 
 @functools.partial(jax.jit, static_argnames="entry")
 def _expect(
-    load: Int[Array, "M L N G E"], state: Any, transitions: Transitions | None, *, entry: PlannerEntry
+    batch_plan: BatchPlan, state: Any, batch: Batch, *, entry: PlannerEntry
 ) -> tuple[Float[Array, "M L"], Any]:
     """Run the planner's forecast beside it; return the error of the expected loads, and the forecast's next state."""
-    load = expert_totals(load)
+    load = expert_totals(batch_plan.load)
+    predicted = predicted_loads(batch, [batch_plan.assignment])
     if entry.foresight:
         return jnp.zeros(load.shape[:2], jnp.float32), state
     forecast = FORECASTS[entry.forecast]
-    _, expected, state = expect_loads(forecast, load, state, scope=entry.scope, transitions=transitions)
+    known = load if predicted is None else predicted
+    _, expected, state = expect_loads(
+        forecast, known, state, scope=entry.scope, transitions=batch.transitions
+    )
     return forecast_error(expected, load), state
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer, Num
 
 from relibra_jax.contract.check import check_load
 from relibra_jax.contract.planner import Planner, Transitions
@@ -34,6 +34,9 @@ class Batch(NamedTuple):
     sequence_length: Float[Array, ""] | float | None = None
     """T, the number of token positions of a sample in the replay, to which sequences that are not packed are padded.
     None for the longest sample."""
+    predicted_load: Num[Array, "B L E"] | None = None
+    """The token copies of each sample for each expert that a predictor expects, for planners with ``uses_predictions``.
+    The plan is made from them, and its quotas fit ``sample_load``. None plans from the true loads."""
 
 
 @checks_arguments
@@ -111,10 +114,12 @@ def widen_counts(batch: Batch, topology: Topology) -> Batch:
 
     Raises:
         ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``lengths`` and E the experts of the
-            topology.
+            topology, or ``predicted_load`` has another shape.
     """
     load, lengths = jnp.asarray(batch.sample_load, jnp.int32), jnp.asarray(batch.lengths, jnp.int32)
     check_shape("sample_load", load.shape, (len(lengths), *load.shape[1:2], topology.num_experts))
+    if batch.predicted_load is not None:
+        check_shape("predicted_load", batch.predicted_load.shape, load.shape)
     return batch._replace(sample_load=load, lengths=lengths)
 
 

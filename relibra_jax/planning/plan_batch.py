@@ -145,7 +145,8 @@ def plan_batch(
 
     Raises:
         ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
-            stage, if the samples of a stage are not consecutive samples of the batch, if an assignment or ``start``
+            stage, if the samples of a stage are not consecutive samples of the batch, if loads are predicted for a
+            planner without ``uses_predictions``, if an assignment or ``start``
             does not fit the topology, if ``state`` is not the planner's, if ``cost`` does not have one entry per stage,
             has stages that differ in path or striping, or has a negative price, if ``rounds`` is negative, or if the
             planner or ``assign`` rejects its input.
@@ -171,6 +172,11 @@ def plan_batch(
     if isinstance(batch, RoutingReplay):
         batch = count_for_planner(batch, planner, topology, prices)
     batch = widen_counts(batch, topology)
+    if batch.predicted_load is not None and not planner.uses_predictions:
+        raise ValueError(
+            "predicted_load is given, but the planner does not plan from predictions; use eplb() or lplb() with"
+            " loads='true', or leave predicted_load out"
+        )
     _check_state(state, planner, batch.sample_load.shape[1], topology)
     check_integer("rounds", rounds, least=0)
     if start is not None:

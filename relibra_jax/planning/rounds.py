@@ -319,7 +319,26 @@ def _request(
         transitions=batch.transitions,
         price=price,
         tokens=tokens[0] if len(tokens) == 1 else jnp.concatenate(tokens),
+        predicted=predicted_loads(batch, assignments),
     )
+
+
+def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[jax.Array, "M L E"] | None:
+    """Sum the predicted loads of the samples of every micro-batch of all stages; None if nothing is predicted.
+
+    Args:
+        batch: the samples of the batch.
+        assignments: the assignment of each stage's samples.
+    """
+    if batch.predicted_load is None:
+        return None
+    load = jnp.asarray(batch.predicted_load, jnp.float32)
+
+    def one_micro_batch(sample: Int[jax.Array, " b"]) -> Float[jax.Array, "L E"]:
+        return load.at[sample].get(mode="fill", fill_value=0, wrap_negative_indices=False).sum(0)
+
+    samples = [jnp.asarray(each.sample).reshape(len(each.sample), -1) for each in assignments]
+    return jnp.concatenate([jax.lax.map(one_micro_batch, sample) for sample in samples])
 
 
 def _split_stages(
@@ -360,7 +379,13 @@ def _samples_of(batch: Batch, samples: range) -> Batch:
         sample = jnp.asarray(routes.sample)
         inside = (sample >= samples.start) & (sample < samples.stop)
         routes = Routes(routes.expert_ids, jnp.where(inside, sample - samples.start, EMPTY))
-    return batch._replace(sample_load=batch.sample_load[part], lengths=batch.lengths[part], routes=routes)
+    predicted = None if batch.predicted_load is None else batch.predicted_load[part]
+    return batch._replace(
+        sample_load=batch.sample_load[part],
+        lengths=batch.lengths[part],
+        routes=routes,
+        predicted_load=predicted,
+    )
 
 
 def shift_samples(assignment: Assignment, by: int) -> Assignment:

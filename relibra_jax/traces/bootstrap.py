@@ -41,6 +41,7 @@ def bootstrap(trace: Trace, samples: int, *, seed: int) -> Trace:
         replay=RoutingReplay(trace.replay.expert_ids[drawn], trace.replay.mask[drawn]),
         note="; ".join(filter(None, (trace.note, note))),
         domain=trace.domain[drawn],
+        token_ids=None if trace.token_ids is None else trace.token_ids[drawn],
     )
 
 

@@ -7,7 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from relibra_jax.contract.replay_files import load_replay, read_labels, stored_num_experts
+import numpy as np
+
+from relibra_jax.contract.replay_files import load_replay, read_labels, read_token_ids, stored_num_experts
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_memory
 from relibra_jax.support.suggestions import suggest_names
@@ -47,7 +49,7 @@ def read_trace(name: str | Path | None) -> Trace:
 
     Returns:
         The trace. Its note says if the number of experts was inferred. Its domains are the strings ``category [B]`` of
-        the file, or else ``dataset [B]``.
+        the file, or else ``dataset [B]``. Its token ids are the integers ``token_ids [tokens]`` of the file, if any.
 
     Raises:
         ValueError: if there is no such trace; the message suggests similar names. Also if the file is truncated or
@@ -75,7 +77,14 @@ def _read(path: Path) -> Trace:
     check_memory(f"{path}: {counting}", 4 * samples * layers * (tokens * top_k + num_experts))
     note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
     labels = read_labels(path, ("category", "dataset"), samples=samples)
-    return make_trace(replay, num_experts, path.name, note, category=next(iter(labels.values()), None))
+    return make_trace(
+        replay,
+        num_experts,
+        path.name,
+        note,
+        category=next(iter(labels.values()), None),
+        token_ids=read_token_ids(path, np.asarray(replay.mask)),
+    )
 
 
 def _no_such_trace(path: Path) -> str:

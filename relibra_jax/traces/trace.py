@@ -3,7 +3,7 @@
 from typing import Final, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Integer, Shaped
 
 from relibra_jax.contract.types import RoutingReplay
 
@@ -28,6 +28,8 @@ class Trace(NamedTuple):
     """The names of the domains."""
     synthetic: bool
     """True if a generator drew the routing, False if it was recorded from a model."""
+    token_ids: Integer[np.ndarray, "B T"] | None = None
+    """The vocabulary id of every token, for predictors that know it; None if the trace has none."""
 
 
 def make_trace(
@@ -38,6 +40,7 @@ def make_trace(
     *,
     category: Shaped[np.ndarray, " B"] | None = None,
     synthetic: bool = False,
+    token_ids: Integer[np.ndarray, "B T"] | None = None,
 ) -> Trace:
     """Build a trace whose domains are the categories of its samples.
 
@@ -48,6 +51,7 @@ def make_trace(
         note: a remark that readers need to judge the numbers.
         category: the name of each sample's domain. None puts all samples into one domain.
         synthetic: True if a generator drew the routing.
+        token_ids: the vocabulary id of every token, if it is known.
 
     Returns:
         The trace. Its domains are sorted by name.
@@ -60,7 +64,7 @@ def make_trace(
     category = np.full(len(replay.mask), ONE_DOMAIN) if category is None else category
     names, domain = np.unique(category, return_inverse=True)
     domains = tuple(map(str, names))
-    return Trace(replay, num_experts, name, note, domain.astype(np.int32), domains, synthetic)
+    return Trace(replay, num_experts, name, note, domain.astype(np.int32), domains, synthetic, token_ids)
 
 
 def some_layers(trace: Trace, count: int) -> Trace:

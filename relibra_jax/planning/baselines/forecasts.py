@@ -254,7 +254,8 @@ def plan_expected(
             in every batch.
 
     Returns:
-        A Planner whose state is a PlacedState. It uses transitions if the forecast does.
+        A Planner whose state is a PlacedState. It uses transitions if the forecast does. With ``loads="true"`` it plans
+        from ``request.predicted`` in place of the true loads, if that is given.
 
     Raises:
         ValueError: if ``loads`` or ``scope`` is unknown.
@@ -271,8 +272,9 @@ def plan_expected(
     @compiled_update
     def update(request: PlanRequest, state: PlacedState, topology: Topology) -> tuple[Plan, PlacedState]:
         load = request.by_expert
+        known = load if request.predicted is None else jnp.asarray(request.predicted)
         for_homes, expected, forecast_state = expect_loads(
-            forecast, load, state.seen, scope=scope, transitions=request.transitions
+            forecast, known, state.seen, scope=scope, transitions=request.transitions
         )
         home = pack(for_homes, topology)
         if keep_homes:
@@ -281,4 +283,4 @@ def plan_expected(
         next_home = jnp.where(no_forecast[:, None], EMPTY, home)
         return fill(load, expected, home, topology), PlacedState(forecast_state, next_home)
 
-    return Planner(init, update, uses_transitions=forecast.uses_transitions)
+    return Planner(init, update, uses_transitions=forecast.uses_transitions, uses_predictions=loads == "true")
