@@ -97,11 +97,23 @@ def search_nodes(
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
 
-    def objective(node):
-        return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
-
+    objective = functools.partial(node_objective, problem, num_nodes=num_nodes, top_k=top_k)
     old_objective, new_objective = jax.lax.map(objective, jnp.stack([start, result]))
     return jnp.where((new_objective < old_objective)[None], result, start)
+
+
+def node_objective(
+    problem: NodeProblem, node: Int[jax.Array, "E L"], *, num_nodes: int, top_k: int
+) -> Float[jax.Array, " L"]:
+    """Return what the search minimises, for each layer.
+
+    Args:
+        problem: the inputs of the search.
+        node: the node of each expert.
+        num_nodes: N, the number of nodes.
+        top_k: K, the number of experts of a token.
+    """
+    return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
 
 
 def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:
