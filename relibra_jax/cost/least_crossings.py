@@ -36,7 +36,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.contract.types import Array, RoutingReplay, Topology
+from relibra_jax.contract.types import RoutingReplay, Topology
+from relibra_jax.cost.least_spread import largest_sums
 
 ROWS: Final = 1 << 16
 """The number of tokens whose pairs are counted at a time."""
@@ -121,9 +122,9 @@ def crossings_of_sets(
     def fewest(most_kept: Float[np.ndarray, "L E"]) -> float:
         return float((total - most_kept[:, set_sizes - 1] + pushes).min(1).sum())
 
-    bounds = [fewest(_largest(weight).sum(0))]
+    bounds = [fewest(largest_sums(weight).sum(0))]
     if not across_nodes:
-        bounds.append(fewest(_largest(weight.sum(0))) - _gain_of_nodes(weight, topology.num_nodes))
+        bounds.append(fewest(largest_sums(weight.sum(0))) - _gain_of_nodes(weight, topology.num_nodes))
     return max(0.0, *bounds)
 
 
@@ -165,15 +166,10 @@ def crossings_of_parts(
     return max(0.0, layers * tokens - stay, by_pairs)
 
 
-def _largest(weight: np.ndarray) -> np.ndarray:
-    """Return the sums of the 1, 2, ... largest entries along the last axis."""
-    return np.cumsum(-np.sort(-weight, -1), -1)
-
-
 def _most_kept(weight: Float[np.ndarray, "B L E"], nodes: int) -> float:
     """Bound the weight that the nodes of the samples hold, over all layers, if nodes have equal shares of the mean."""
     set_size = weight.shape[2] // nodes
-    alone = _largest(weight)[..., set_size - 1].sum()
+    alone = largest_sums(weight)[..., set_size - 1].sum()
     return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, set_size=set_size)))
 
 
@@ -189,7 +185,7 @@ def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, set_size: int
     scaled = (scaled / np.sqrt(np.where(columns > 0, columns, 1))).reshape(len(weight), -1)
     room, most = nodes / 4 * columns.sum(), np.inf
     if set_size is not None:
-        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, set_size - 1].sum()
+        room, most = (1 - 1 / nodes) * columns.sum(), largest_sums(columns)[:, set_size - 1].sum()
     short = scaled if len(scaled) <= scaled.shape[1] else scaled.T
     squares = 0.0
     for square in np.linalg.eigvalsh(short @ short.T)[::-1][: nodes - 1]:  # of singular values
@@ -258,9 +254,3 @@ def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
         for first in range(min(total, largest), 0, -1)
         for rest in _parts(total - first, most_parts - 1, first)
     ]
-
-
-def copies_off_rank(load: Float[Array, "B L E"], num_held: int) -> float:
-    """Bound from below the token copies, of all layers, that leave a rank or node with ``num_held`` experts."""
-    load = np.asarray(load)
-    return float(load.sum() - _largest(load)[..., min(num_held, load.shape[2]) - 1].sum())
