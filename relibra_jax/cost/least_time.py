@@ -20,7 +20,13 @@ less time, and the best plan may take more.
 from typing import Final, NamedTuple
 
 from relibra_jax.contract.types import Price, RoutingReplay, Topology
-from relibra_jax.cost.least_crossings import Routing, count_routing, crossings_of_parts, crossings_of_sets
+from relibra_jax.cost.least_crossings import (
+    MOST_SAMPLES,
+    Routing,
+    count_routing,
+    crossings_of_samples,
+    crossings_together,
+)
 from relibra_jax.cost.least_spread import copies_off_rank, striped_copies_off_rank
 from relibra_jax.cost.row_prices import linear_price, row_prices, waits
 from relibra_jax.support.argument_types import checks_arguments
@@ -107,7 +113,7 @@ def least_time(
     cost = linear_price(cost, crossings=visits if cost.hierarchical else copies, copies=copies)
     rows = row_prices(cost, topology)
     crossings = rows.crossing * _least_crossings(
-        routing, topology, cost, rows.crossing, across_nodes=across_nodes
+        replay, routing, topology, cost, rows.crossing, across_nodes=across_nodes
     )
     inside = _copies_off_rank(replay, routing, topology, cost)
     hops = (
@@ -127,22 +133,32 @@ def least_time(
 
 
 def _least_crossings(
-    routing: Routing, topology: Topology, cost: Price, crossing: float, *, across_nodes: bool
+    replay: RoutingReplay,
+    routing: Routing,
+    topology: Topology,
+    cost: Price,
+    crossing: float,
+    *,
+    across_nodes: bool,
 ) -> float:
     """Bound the rows between nodes, each of which costs ``crossing``, with the price of so few of them."""
-    nodes = topology.num_nodes
-    if nodes == 1 or crossing == 0:
+    if topology.num_nodes == 1 or crossing == 0:
         return 0.0
     weight = routing.share if cost.hierarchical else routing.load
     push = float(cost.push) * cost.data_parallel / crossing
-    fewest = crossings_of_sets(weight, topology, push=push, across_nodes=across_nodes)
-    if not across_nodes and not topology.resident_slots:
-        token, copy = (
-            nodes * float(price) / crossing for price in (float(cost.token) + float(cost.head), cost.copy)
+    fewest = crossings_of_samples(weight, topology, push=push, across_nodes=across_nodes)
+    if not across_nodes and len(routing.tokens) <= MOST_SAMPLES:
+        together = crossings_together(
+            replay,
+            routing,
+            topology,
+            token=(float(cost.token) + float(cost.head)) / crossing,
+            copy=float(cost.copy) / crossing,
+            push=push,
+            hierarchical=cost.hierarchical,
         )
-        parts = crossings_of_parts(routing, topology, token=token, copy=copy, hierarchical=cost.hierarchical)
-        fewest = max(fewest, parts)
-    return fewest
+        fewest = max(fewest, together)
+    return max(0.0, fewest)
 
 
 def _copies_off_rank(replay: RoutingReplay, routing: Routing, topology: Topology, cost: Price) -> float:
