@@ -31,6 +31,7 @@ from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.cost.least_spread import largest_sums
 from relibra_jax.cost.node_relaxation import (
     Relaxation,
+    Vectors,
     Weights,
     certified,
     descend,
@@ -46,6 +47,8 @@ MOST_SAMPLES: Final = 2048
 """The most samples of a batch that are relaxed together; work grows with the cube of this number."""
 ROUNDS: Final = 16
 """The number of times that tokens choose their weights."""
+MOST_CHOICES: Final = 200_000_000
+"""The most ids of experts, over all rounds, among which tokens choose. In larger batches, layers take turns."""
 SWEEPS: Final = 3
 """The number of sweeps of descent in each round."""
 LAST_SWEEPS: Final = 50
@@ -174,26 +177,37 @@ def crossings_together(
         )
 
     vectors = random_vectors(len(used), layers, experts, copies=copies, nodes=nodes)
+    turns = min(-(-ids.size * ROUNDS // MOST_CHOICES), layers)
     together = None
     for number in range(ROUNDS if hierarchical or copies else 0):
         step, relaxation = (number + 1) ** -0.7, relaxed(weights)
         vectors, dual = descend(relaxation, vectors, sweeps=SWEEPS)
         vectors = follow_residents(relaxation, vectors, dual, step=step)
         if hierarchical:
-            now, part = vectors.expert, 1 - 1 / nodes
-            held = vectors.holders / nodes
-            shared = Together(
-                held[:, None] + part * (vectors.sample @ now.transpose(0, 2, 1)),
-                held[:, :, None] * vectors.holders[:, None] + part * (now @ now.transpose(0, 2, 1)),
-            )
+            shared = _shared_nodes(vectors, nodes)
             together = shared if together is None else _mean(together, shared, step)
-            best = best_weights(ids, sample, load, routing.pairs, together, planes, nodes=nodes)
-            weights = _mean(weights, best, step)
+            turn = slice(number % turns, None, turns)
+            part = Together(together.own[turn], together.pair[turn])
+            best = best_weights(
+                ids[:, turn], sample, load[:, turn], routing.pairs[turn], part, planes, nodes=nodes
+            )
+            for kept, each in zip(weights, best, strict=True):
+                kept[turn] += (number // turns + 1) ** -0.7 * (each - kept[turn])
     relaxation = relaxed(weights)
     _, dual = descend(relaxation, vectors, sweeps=LAST_SWEEPS)
     return certified(relaxation, dual)
 
 
-def _mean[Tree: (Weights, Together)](last: Tree, new: Tree, step: float) -> Tree:
-    """Return the running mean of tuples of arrays."""
-    return type(last)(*((1 - step) * old + step * each for old, each in zip(last, new, strict=True)))
+def _shared_nodes(vectors: Vectors, nodes: int) -> Together:
+    """Return how much of a node the samples and experts share in a relaxation."""
+    expert, part = vectors.expert, 1 - 1 / nodes
+    across, held = expert.transpose(0, 2, 1), vectors.holders / nodes
+    return Together(
+        held[:, None] + part * (vectors.sample @ across),
+        held[:, :, None] * vectors.holders[:, None] + part * (expert @ across),
+    )
+
+
+def _mean(last: Together, new: Together, step: float) -> Together:
+    """Return the running mean."""
+    return Together(*((1 - step) * old + step * each for old, each in zip(last, new, strict=True)))

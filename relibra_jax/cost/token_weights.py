@@ -17,7 +17,7 @@ play). A whole layer takes one plane, if that is better than what its tokens tak
 from typing import Final, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from relibra_jax.cost.node_relaxation import Weights
 
@@ -33,7 +33,7 @@ class Together(NamedTuple):
 
 
 def best_weights(
-    ids: Int[np.ndarray, "t L K"],
+    ids: Integer[np.ndarray, "t L K"],
     sample: Int[np.ndarray, " t"],
     load: Float[np.ndarray, "B L E"],
     pairs: Float[np.ndarray, "L E E"],
