@@ -107,9 +107,7 @@ def test_least_time_is_at_most_the_time_of_random_plans(nodes, residents, across
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_least_time_is_at_most_the_time_of_plans_however_layers_run(way):
-    for seed, (nodes, residents, across) in enumerate(
-        [(2, 1, False), (4, 0, False), (2, 0, True), (1, 0, False)]
-    ):
+    for seed, (nodes, residents, across) in enumerate([(2, 1, False), (4, 0, False)]):
         where, replay = topology(nodes, 4 // nodes, residents=residents), routed(seed)
         assignment = assign_in_order(16, where, num_micro_batches=2)
         load = np.asarray(expert_load(replay, assignment, num_experts=EXPERTS))
