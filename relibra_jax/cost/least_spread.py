@@ -50,8 +50,8 @@ def striped_copies_off_rank(replay: RoutingReplay, topology: Topology, *, copied
     off = 0.0
     for layer in range(ids.shape[2]):
         place = row[:, None] + ids[samples, position, layer].astype(np.int64)
-        load = np.bincount(place.ravel(), minlength=len(mask) * local * experts)
-        load = load.reshape(len(mask), local, experts).astype(float)
+        counts = np.bincount(place.ravel(), minlength=len(mask) * local * experts)
+        load = counts.reshape(len(mask), local, experts).astype(float)
         kept = load.sum(0).max(0).sum()
         if copied:
             kept += largest_sums(load)[..., min(copied, experts) - 1].sum()

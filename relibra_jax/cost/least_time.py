@@ -98,8 +98,10 @@ def least_time(
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     >>> cost = Price(token=1.0, copy=1.0, crossing=4.0, spread=0.0, move=0.0, push=0.0)
     >>> replay = RoutingReplay(np.array([[[[0]], [[1]]], [[[0]], [[0]]]]), np.ones((2, 2), bool))
-    >>> least_time(replay, topology, cost=cost)  # one token of the first sample is not where its expert is
-    LeastTime(attention=2.0, compute=2.0, exchange=2.0)
+    >>> bound = least_time(replay, topology, cost=cost)
+    >>> # One token of the first sample is not where its expert is, which takes 4 seconds.
+    >>> bound.attention, bound.compute, 2.0 < bound.exchange < 4.0
+    (2.0, 2.0, True)
     """
     check_integer("micro_batches", micro_batches, least=1)
     for part in PRICES:

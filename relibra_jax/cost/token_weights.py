@@ -87,8 +87,8 @@ def _token_weights(
     least = shared[token, first]
     at_first = place[token, first]
     if not pairwise or ids.shape[1] == 1:
-        weight = np.bincount(at_first, minlength=samples * experts).reshape(samples, experts)
-        return (np.float64(len(ids)), weight.astype(float), np.zeros_like(pair)), float((1 - least).sum())
+        one = np.bincount(at_first, minlength=samples * experts).reshape(samples, experts)
+        return (np.float64(len(ids)), one.astype(float), np.zeros_like(pair)), float((1 - least).sum())
     slope, height = (0.5, 1.5) if nodes == 2 else (1.0, 2.0)
     expert = ids[token, first]
     more = shared + pair.ravel()[expert[:, None] * experts + ids]
@@ -97,7 +97,7 @@ def _token_weights(
     of_two = height - slope * (least + more[token, second])
     two = of_two > 1 - least
     weight = np.bincount(at_first, np.where(two, slope, 1.0), minlength=samples * experts)
-    weight += slope * np.bincount(place[token, second][two], minlength=samples * experts)
+    weight = weight + slope * np.bincount(place[token, second][two], minlength=samples * experts)
     both = np.bincount((expert * experts + ids[token, second])[two], minlength=experts**2) * slope
     both = both.reshape(experts, experts)
     total = np.where(two, height, 1.0).sum()
