@@ -8,7 +8,9 @@
 `copies`           the time to transfer experts: replicas, residents, and experts that change home
 `traffic`          the rows and experts that ranks send and receive
 `least_time`       a lower bound of the time of a batch over all plans
-`least_crossings`  a lower bound of the crossings between nodes
+`least_crossings`  a lower bound of the crossings between nodes, by `node_relaxation` and `token_weights`
+`least_spread`     a lower bound of the token copies that are sent inside nodes
+`row_prices`       what a row of an exchange costs at least
 `memory`           the memory of a rank
 `hardware`         named clusters
 `models`           named models

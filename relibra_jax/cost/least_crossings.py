@@ -5,30 +5,21 @@ All tokens of a sample are on the node of the sample. If this node holds j of a 
     flat dispatch          K - j copies of the token cross
     hierarchical dispatch  the token visits every other node that has one of its experts: none only if j = K
 
-**Sets.** Each node n holds a set of h experts, with the indicator x_n. Let w_s be non-negative weights of a sample's
-experts, such that the copies (or tokens) that do not cross are at most the sum over samples of w_s . x_(node of s). For
-flat dispatch the weights are the loads. For hierarchical dispatch they may be any weights of a token's experts that sum
-to 1 for each token; here an expert that the sample uses often gets a small weight. The sum is at most that of the h
-largest entries of each w_s, as if every sample had a node for itself. It is also at most that of the h largest entries
-of the sum of w, plus the contribution of the deviations c_s of samples from the mean. With positive weights v_s and
-u_e, by von Neumann's trace inequality, this contribution is at most
-sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and Z and X
-the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z, so the
-singular values are those of all layers side by side.
+**Every sample for itself.** Each node holds a set of h experts, with the indicator x_n. Let w_s be non-negative weights
+of a sample's experts, such that the copies (or tokens) that do not cross are at most the sum over samples of
+w_s . x_(node of s). For flat dispatch the weights are the loads. For hierarchical dispatch they may be any weights of a
+token's experts that sum to 1 for each token; here an expert that the sample uses often gets a small weight. The sum is
+at most that of the h largest entries of each w_s, as if every sample had a node for itself. It also holds for replicas
+in any node.
 
-**Parts.** Without residents, homes are a partition of the experts into equal parts. The pairs of a token's experts in
-the same part are bounded like graph partitions (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of
-their counts and any diagonal D, the trace of X' A X is at most 1'(A + D)1 / N - tr D + (E / N) x (the N - 1 largest
-eigenvalues of A + D across 1). A few steps of descent choose D. The number of visits is at least
-c0 - c1 j - c2 (pairs in the same part) if this holds for all ways to distribute K experts over parts; the best such
-plane is used.
+**All samples together.** Samples share N nodes, whose sets are a partition of the experts, and residents. The crossings
+of a token are bounded by which of its experts share a node with each other and with the sample
+(`relibra_jax.cost.token_weights`), and a semidefinite relaxation bounds the sum
+(`relibra_jax.cost.node_relaxation`).
 
 **The price of unevenness.** If all tokens, or all popular experts, were in one node, fewer tokens would cross, but
-attention, or compute, would take longer. Let the fullest node have the share 1/N + d of the tokens, and K/N + a copies
-per token of the batch (replicas stay in its node). From the mean load p, at most K/N + min(a, K d) copies per token are
-local; and the pairs, from whose matrix b p p' is subtracted, get at most b (K^2 / N + K a) / 2 from it. Both are
-linear: as long as crossings cost less than the additional attention and compute, even nodes are best. Beyond that, the
-bound subtracts the largest possible net gain.
+attention, or compute, would take longer. The relaxation weighs them against each other, so the bound is of crossings
+plus what the unevenness of plans with so few of them costs.
 """
 
 from typing import Final, NamedTuple
@@ -36,17 +27,32 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.contract.types import Array, RoutingReplay, Topology
+from relibra_jax.contract.types import RoutingReplay, Topology
+from relibra_jax.cost.least_spread import largest_sums
+from relibra_jax.cost.node_relaxation import (
+    Relaxation,
+    Vectors,
+    Weights,
+    certified,
+    descend,
+    follow_residents,
+    random_vectors,
+    relax,
+)
+from relibra_jax.cost.token_weights import Together, best_weights, visit_planes
 
 ROWS: Final = 1 << 16
 """The number of tokens whose pairs are counted at a time."""
-DIAGONAL_STEPS: Final = 20
-"""The number of descent steps for the diagonal of a layer. With 80 steps the bound on the pairs of recorded routes was
-0.3% lower."""
-FIRST_AIM: Final = 0.07
-"""The distance below the best bound so far at which the first step aims (Polyak's rule), as a share of all pairs."""
-PLANES: Final = 65
-"""The number of slopes to try on each axis."""
+MOST_SAMPLES: Final = 2048
+"""The most samples of a batch that are relaxed together; work grows with the cube of this number."""
+ROUNDS: Final = 16
+"""The number of times that tokens choose their weights."""
+MOST_CHOICES: Final = 200_000_000
+"""The most ids of experts, over all rounds, among which tokens choose. In larger batches, layers take turns."""
+SWEEPS: Final = 3
+"""The number of sweeps of descent in each round."""
+LAST_SWEEPS: Final = 50
+"""The number of sweeps for the last weights."""
 
 
 class Routing(NamedTuple):
@@ -98,10 +104,10 @@ def _count_pairs(ids: Int[np.ndarray, "t K"], num_experts: int) -> Float[np.ndar
     return counts
 
 
-def crossings_of_sets(
+def crossings_of_samples(
     weight: Float[np.ndarray, "B L E"], topology: Topology, *, push: float, across_nodes: bool
 ) -> float:
-    """Bound the crossings and pushes from below if nodes may hold any sets of experts.
+    """Bound the crossings and pushes from below as if every sample had a node for itself.
 
     Args:
         weight: `Routing.load` for flat dispatch, `Routing.share` for hierarchical dispatch.
@@ -115,152 +121,93 @@ def crossings_of_sets(
     local, experts = topology.ranks_per_node, topology.num_experts
     own = experts // topology.num_nodes + across_nodes * local * topology.replica_slots
     set_sizes = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
-    pushes = push * np.arange(len(set_sizes))
-    total = weight.sum((0, 2))[:, None]
-
-    def fewest(most_kept: Float[np.ndarray, "L E"]) -> float:
-        return float((total - most_kept[:, set_sizes - 1] + pushes).min(1).sum())
-
-    bounds = [fewest(_largest(weight).sum(0))]
-    if not across_nodes:
-        bounds.append(fewest(_largest(weight.sum(0))) - _gain_of_nodes(weight, topology.num_nodes))
-    return max(0.0, *bounds)
+    most_kept = largest_sums(weight).sum(0)[:, set_sizes - 1]
+    crossings = weight.sum((0, 2))[:, None] - most_kept + push * np.arange(len(set_sizes))
+    return float(crossings.min(1).sum())
 
 
-def crossings_of_parts(
-    routing: Routing, topology: Topology, *, token: float, copy: float, hierarchical: bool
+def crossings_together(
+    replay: RoutingReplay,
+    routing: Routing,
+    topology: Topology,
+    *,
+    token: float,
+    copy: float,
+    push: float,
+    hierarchical: bool,
 ) -> float:
-    """Bound the crossings from below if the experts are partitioned over the nodes, with the price of unevenness.
+    """Bound the crossings, pushes and unevenness from below if replicas are in nodes that hold their experts.
 
     Args:
-        routing: the counts of a batch.
-        topology: the expert-parallel group, without residents.
-        token: the cost of one more token in the fullest node, in crossings.
-        copy: the cost of one more token copy in the fullest node, in crossings.
+        replay: the routing of a batch of at most `MOST_SAMPLES` samples.
+        routing: its counts.
+        topology: the expert-parallel group, of several nodes.
+        token: the cost of one token in one layer outside the experts, in crossings.
+        copy: the cost of the compute of one token copy, in crossings.
+        push: the cost of one resident's push, in crossings.
         hierarchical: True for hierarchical dispatch, False for flat dispatch.
 
     Returns:
         The sum over all layers, in crossings.
     """
-    nodes, tokens, layers = topology.num_nodes, int(routing.tokens.sum()), routing.load.shape[1]
-    top_k = round(routing.load[:, 0].sum() / tokens)
-    kept, apart = _most_kept(routing.load, nodes) / tokens, 1 - 1 / nodes
-
-    def fewest(planes, kept_pairs: float, removed: float) -> float:
-        height, own, pair = planes
-        offset_gain = np.minimum(own * top_k, token)  # the gain of local copies that longer attention offsets
-        net_gain = np.maximum(own - offset_gain / top_k + pair * removed * top_k / 2 - copy, 0)
-        crossings = layers * height - own * kept - pair * kept_pairs - layers * net_gain * top_k * apart
-        return float(tokens * crossings.max())
-
-    if not hierarchical:
-        return max(0.0, fewest(np.array([[top_k], [1], [0]]), 0.0, 0.0))
-    planes = _planes(top_k, nodes, topology.num_experts // nodes)
-    pairs, mean = routing.pairs / tokens, routing.load.sum(0) / tokens
-    # With the first value, no pairs would be left if experts were independent.
-    removed = min((top_k - 1) / top_k, 4 * copy / top_k)
-    by_pairs = fewest(planes, _most_same_part(pairs, mean, removed, nodes), removed)
-    # A token stays only if the node holds all of its experts, so the held shares bound the tokens that stay.
-    stay = _most_kept(routing.share, nodes) + max(0.0, 1 - token) * apart * layers * tokens
-    return max(0.0, layers * tokens - stay, by_pairs)
-
-
-def _largest(weight: np.ndarray) -> np.ndarray:
-    """Return the sums of the 1, 2, ... largest entries along the last axis."""
-    return np.cumsum(-np.sort(-weight, -1), -1)
-
-
-def _most_kept(weight: Float[np.ndarray, "B L E"], nodes: int) -> float:
-    """Bound the weight that the nodes of the samples hold, over all layers, if nodes have equal shares of the mean."""
-    set_size = weight.shape[2] // nodes
-    alone = _largest(weight)[..., set_size - 1].sum()
-    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, set_size=set_size)))
-
-
-def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, set_size: int | None = None) -> float:
-    """Bound what the deviations of samples from their mean can add.
-
-    With ``set_size``, nodes hold a partition of the experts, ``set_size`` each; otherwise they may hold any sets.
-    """
-    length = weight.sum((1, 2), keepdims=True)
-    deviation = weight - length / max(length.sum(), 1) * weight.sum(0)
-    rows, columns = np.abs(deviation).sum((1, 2)), np.abs(deviation).sum(0)
-    scaled = deviation / np.sqrt(np.where(rows > 0, rows, 1))[:, None, None]
-    scaled = (scaled / np.sqrt(np.where(columns > 0, columns, 1))).reshape(len(weight), -1)
-    room, most = nodes / 4 * columns.sum(), np.inf
-    if set_size is not None:
-        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, set_size - 1].sum()
-    short = scaled if len(scaled) <= scaled.shape[1] else scaled.T
-    squares = 0.0
-    for square in np.linalg.eigvalsh(short @ short.T)[::-1][: nodes - 1]:  # of singular values
-        squares += max(square, 0.0) * min(most, room)
-        room -= min(most, room)
-    return float(np.sqrt(squares * (1 - 1 / nodes) * rows.sum()))
-
-
-def _most_same_part(
-    pairs: Float[np.ndarray, "L E E"], mean: Float[np.ndarray, "L E"], removed: float, nodes: int
-) -> float:
-    """Bound the pairs in the same part, over all layers, if all parts have the same mean load."""
-    popular = removed * mean[:, :, None] * mean[:, None]
-    even = popular.sum() / nodes  # the part that was subtracted, for parts of equal load
-    return float(_most_trace(pairs - popular, nodes, pairs.sum((1, 2))).sum() + even) / 2
-
-
-def _most_trace(
-    matrix: Float[np.ndarray, "L E E"], nodes: int, scale: Float[np.ndarray, " L"]
-) -> Float[np.ndarray, " L"]:
-    """Compute the Donath-Hoffman bound of the trace of X' A X over equal partitions X, layer by layer."""
-    experts = matrix.shape[1]
-    across, each = np.eye(experts) - 1 / experts, experts / nodes
-    diagonal, best = -np.diagonal(matrix, axis1=1, axis2=2), np.full(len(matrix), np.inf)
-    for step in range(DIAGONAL_STEPS):
-        shifted = matrix + diagonal[..., None] * np.eye(experts)
-        values, vectors = np.linalg.eigh(across @ shifted @ across)
-        top = slice(experts - nodes + 1, None)
-        bound = shifted.sum((1, 2)) / nodes - diagonal.sum(1) + each * values[:, top].sum(1)
-        best = np.minimum(best, bound)
-        slope = 1 / nodes - 1 + each * (vectors[..., top] ** 2).sum(2)
-        aim = best - FIRST_AIM / np.sqrt(1 + step) * scale
-        diagonal = diagonal - ((bound - aim) / np.maximum((slope**2).sum(1), 1e-9))[:, None] * slope
-    return best
-
-
-def _planes(top_k: int, nodes: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return planes ``height - own * j - pair * (pairs in the same part)`` that are lower bounds of the visits."""
-    ways = np.array(
-        [
-            (own, sum(size * (size - 1) // 2 for size in (own, *others)), len(others))
-            for own in range(min(top_k, room) + 1)
-            for others in _parts(top_k - own, nodes - 1, room)
-        ]
+    nodes, experts = topology.num_nodes, topology.num_experts
+    sample, ids = np.nonzero(replay.mask)[0], np.asarray(replay.expert_ids)[np.asarray(replay.mask)]
+    tokens, layers, top_k = ids.shape
+    used = np.flatnonzero(routing.tokens)
+    sample = np.searchsorted(used, sample)
+    load, share = routing.load[used], routing.tokens[used] / tokens
+    copies = nodes * topology.ranks_per_node * topology.resident_slots
+    planes = None if copies else visit_planes(top_k, nodes, experts // nodes)
+    own = routing.share[used] if hierarchical else load
+    height = np.full(layers, tokens * (1.0 if hierarchical else top_k))
+    weights = Weights(
+        height, np.ascontiguousarray(own.transpose(1, 0, 2)), np.zeros((layers, experts, experts))
     )
-    slopes = np.linspace(0, 1, PLANES)
-    own, pair = (each.ravel() for each in np.meshgrid(slopes, slopes))
-    height = (ways[:, 2] + own[:, None] * ways[:, 0] + pair[:, None] * ways[:, 1]).min(1)
-    return height, own, pair
+
+    def relaxed(weights: Weights) -> Relaxation:
+        return relax(
+            weights,
+            load.sum(0),
+            share,
+            nodes=nodes,
+            token=token * tokens * layers,
+            copy=copy,
+            push=push,
+            copies=copies,
+        )
+
+    vectors = random_vectors(len(used), layers, experts, copies=copies, nodes=nodes)
+    turns = min(-(-ids.size * ROUNDS // MOST_CHOICES), layers)
+    together = None
+    for number in range(ROUNDS if hierarchical or copies else 0):
+        step, relaxation = (number + 1) ** -0.7, relaxed(weights)
+        vectors, dual = descend(relaxation, vectors, sweeps=SWEEPS)
+        vectors = follow_residents(relaxation, vectors, dual, step=step)
+        if hierarchical:
+            shared = _shared_nodes(vectors, nodes)
+            together = shared if together is None else _mean(together, shared, step)
+            turn = slice(number % turns, None, turns)
+            part = Together(together.own[turn], together.pair[turn])
+            best = best_weights(
+                ids[:, turn], sample, load[:, turn], routing.pairs[turn], part, planes, nodes=nodes
+            )
+            for kept, each in zip(weights, best, strict=True):
+                kept[turn] += (number // turns + 1) ** -0.7 * (each - kept[turn])
+    relaxation = relaxed(weights)
+    _, dual = descend(relaxation, vectors, sweeps=LAST_SWEEPS)
+    return certified(relaxation, dual)
 
 
-def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
-    """List the ways to write ``total`` as a sum of at most ``most_parts`` positive numbers in descending order.
-
-    No number exceeds ``largest``.
-
-    >>> _parts(4, 2, 3)
-    [(3, 1), (2, 2)]
-    """
-    if total == 0:
-        return [()]
-    if most_parts == 0:
-        return []
-    return [
-        (first, *rest)
-        for first in range(min(total, largest), 0, -1)
-        for rest in _parts(total - first, most_parts - 1, first)
-    ]
+def _shared_nodes(vectors: Vectors, nodes: int) -> Together:
+    """Return how much of a node the samples and experts share in a relaxation."""
+    expert, part = vectors.expert, 1 - 1 / nodes
+    across, held = expert.transpose(0, 2, 1), vectors.holders / nodes
+    return Together(
+        held[:, None] + part * (vectors.sample @ across),
+        held[:, :, None] * vectors.holders[:, None] + part * (expert @ across),
+    )
 
 
-def copies_off_rank(load: Float[Array, "B L E"], num_held: int) -> float:
-    """Bound from below the token copies, of all layers, that leave a rank or node with ``num_held`` experts."""
-    load = np.asarray(load)
-    return float(load.sum() - _largest(load)[..., min(num_held, load.shape[2]) - 1].sum())
+def _mean(last: Together, new: Together, step: float) -> Together:
+    """Return the running mean."""
+    return Together(*((1 - step) * old + step * each for old, each in zip(last, new, strict=True)))

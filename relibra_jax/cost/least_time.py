@@ -6,27 +6,47 @@ terms of `relibra_jax.cost.batch_time`:
     attention   tokens / ranks, and squared lengths of samples / ranks, because the sum over micro-batches of the
                 fullest rank's work is never less
     compute     copies / ranks, for the same reason
-    exchange    the larger of crossings / ranks on the slow network (`relibra_jax.cost.least_crossings`) and of copies
-                that leave their rank on the fast one. It includes the pushes of residents, or the unevenness, that
-                fewer crossings would cost
+    exchange    the sum, on the path of two hops, of crossings / ranks (`relibra_jax.cost.least_crossings`)
+                and of copies that leave their rank inside nodes (`relibra_jax.cost.least_spread`); the larger of both
+                on the flat path. Rows cost what they take as sent, with their buffers (`relibra_jax.cost.row_prices`).
+                It includes the pushes of residents, or the unevenness, that fewer crossings would cost, and what each
+                layer and micro-batch takes besides rows
 
 It is a relaxation. It leaves out tiles, transfers of replicas, experts that change home, the excess of the busiest rank
-over the mean, and most of the reasons why one set of experts is not the best for all samples. So no plan takes less
-time, and the best plan may take much more.
+or lane over the mean, and most of the reasons why one set of experts is not the best for all samples. So no plan takes
+less time, and the best plan may take more.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from relibra_jax.contract.types import Price, RoutingReplay, Topology
 from relibra_jax.cost.least_crossings import (
+    MOST_SAMPLES,
     Routing,
-    copies_off_rank,
     count_routing,
-    crossings_of_parts,
-    crossings_of_sets,
+    crossings_of_samples,
+    crossings_together,
 )
+from relibra_jax.cost.least_spread import copies_off_rank, striped_copies_off_rank
+from relibra_jax.cost.row_prices import linear_price, row_prices, waits
 from relibra_jax.support.argument_types import checks_arguments
-from relibra_jax.support.limits import check_not_negative
+from relibra_jax.support.limits import check_integer, check_not_negative
+
+PRICES: Final = (
+    "token",
+    "pair",
+    "head",
+    "update",
+    "copy",
+    "crossing",
+    "spread",
+    "gather",
+    "stripe",
+    "wait",
+    "choice",
+    "push",
+)
+"""The prices that the bound reads."""
 
 
 class LeastTime(NamedTuple):
@@ -37,7 +57,7 @@ class LeastTime(NamedTuple):
     compute: float
     """The routed experts."""
     exchange: float
-    """Dispatch and combine, with the extra time elsewhere that so few crossings would cost."""
+    """Dispatch and combine with their buffers, and the extra time elsewhere that so few crossings would cost."""
 
     @property
     def total(self) -> float:
@@ -47,11 +67,16 @@ class LeastTime(NamedTuple):
 
 @checks_arguments
 def least_time(
-    replay: RoutingReplay, topology: Topology, *, cost: Price, across_nodes: bool = False
+    replay: RoutingReplay,
+    topology: Topology,
+    *,
+    cost: Price,
+    across_nodes: bool = False,
+    micro_batches: int = 1,
 ) -> LeastTime:
     """Compute a lower bound of the time of a batch over all plans and all assignments of its samples.
 
-    The bound is the same for every number of micro-batches. It is computed on the host with NumPy, not under jit.
+    It is computed on the host with NumPy, not under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
@@ -60,59 +85,89 @@ def least_time(
             `relibra_jax.cost.cost_model.CostModel.price`.
         across_nodes: True if replicas may be in any node, False if only in nodes that hold their expert at home or as a
             resident.
+        micro_batches: the least number of micro-batches of a data-parallel group. Only waits depend on it.
 
     Returns:
         The bound as Python floats, in seconds. It includes the pushes of residents, averaged over the nodes.
 
     Raises:
-        ValueError: if a time of ``cost`` is negative or too large (`relibra_jax.support.limits.check_not_negative`).
+        ValueError: if a time of ``cost`` is negative or too large (`relibra_jax.support.limits.check_not_negative`), or
+            ``micro_batches`` is not an integer of at least 1.
 
     >>> import numpy as np
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     >>> cost = Price(token=1.0, copy=1.0, crossing=4.0, spread=0.0, move=0.0, push=0.0)
     >>> replay = RoutingReplay(np.array([[[[0]], [[1]]], [[[0]], [[0]]]]), np.ones((2, 2), bool))
-    >>> least_time(replay, topology, cost=cost)  # one token of the first sample is not where its expert is
-    LeastTime(attention=2.0, compute=2.0, exchange=2.0)
+    >>> bound = least_time(replay, topology, cost=cost)
+    >>> # One token of the first sample is not where its expert is, which takes 4 seconds.
+    >>> bound.attention, bound.compute, 2.0 < bound.exchange < 4.0
+    (2.0, 2.0, True)
     """
-    for part in ("token", "pair", "head", "update", "copy", "crossing", "spread", "push"):
+    check_integer("micro_batches", micro_batches, least=1)
+    for part in PRICES:
         check_not_negative(part, float(getattr(cost, part)))
     routing = count_routing(replay, num_experts=topology.num_experts)
     tokens, copies = int(routing.tokens.sum()), float(routing.load.sum())
     if not tokens:
         return LeastTime(0.0, 0.0, 0.0)
-    layers, ranks = routing.load.shape[1], topology.num_ranks
-    slow = _slow_exchange(routing, topology, cost, across_nodes=across_nodes)
+    layers, ranks = routing.load.shape[1], topology.num_ranks * cost.data_parallel
+    visits = float(tokens * layers * (topology.num_nodes - 1))
+    cost = linear_price(cost, crossings=visits if cost.hierarchical else copies, copies=copies)
+    rows = row_prices(cost, topology)
+    crossings = rows.crossing * _least_crossings(
+        replay, routing, topology, cost, rows.crossing, across_nodes=across_nodes
+    )
+    inside = _copies_off_rank(replay, routing, topology, cost)
+    hops = (
+        crossings + rows.inside * inside
+        if cost.hierarchical
+        else max(crossings, rows.inside * inside) + rows.buffer * inside
+    )
+    # Every token visits a node, and ranks deal all copies to each other if layers are striped.
+    others = rows.arrival * tokens * layers + (rows.slot + float(cost.stripe)) * copies
     positions = tokens * (float(cost.token) + float(cost.head))
     squares = float((routing.tokens.astype(float) ** 2).sum()) * float(cost.pair)
     return LeastTime(
         layers * ((positions + squares) / ranks + float(cost.update)),
         copies * float(cost.copy) / ranks,
-        max(slow, _fast_exchange(routing, topology, cost)) / ranks,
+        (hops + others) / ranks + layers * micro_batches * waits(cost, topology),
     )
 
 
-def _slow_exchange(routing: Routing, topology: Topology, cost: Price, *, across_nodes: bool) -> float:
-    """Bound the seconds of all ranks together on the slow network, with the price of so few crossings."""
-    crossing, nodes = float(cost.crossing), topology.num_nodes
-    if nodes == 1 or crossing == 0:
+def _least_crossings(
+    replay: RoutingReplay,
+    routing: Routing,
+    topology: Topology,
+    cost: Price,
+    crossing: float,
+    *,
+    across_nodes: bool,
+) -> float:
+    """Bound the rows between nodes, each of which costs ``crossing``, with the price of so few of them."""
+    if topology.num_nodes == 1 or crossing == 0:
         return 0.0
     weight = routing.share if cost.hierarchical else routing.load
-    push = float(cost.push) / crossing
-    fewest = crossings_of_sets(weight, topology, push=push, across_nodes=across_nodes)
-    if not across_nodes and not topology.resident_slots:
-        token, copy = (nodes * float(price) / crossing for price in (cost.token, cost.copy))
-        parts = crossings_of_parts(routing, topology, token=token, copy=copy, hierarchical=cost.hierarchical)
-        fewest = max(fewest, parts)
-    return crossing * fewest
+    push = float(cost.push) * cost.data_parallel / crossing
+    fewest = crossings_of_samples(weight, topology, push=push, across_nodes=across_nodes)
+    if not across_nodes and len(routing.tokens) <= MOST_SAMPLES:
+        together = crossings_together(
+            replay,
+            routing,
+            topology,
+            token=(float(cost.token) + float(cost.head)) / crossing,
+            copy=float(cost.copy) / crossing,
+            push=push,
+            hierarchical=cost.hierarchical,
+        )
+        fewest = max(fewest, together)
+    return max(0.0, fewest)
 
 
-def _fast_exchange(routing: Routing, topology: Topology, cost: Price) -> float:
-    """Bound the seconds of all ranks together on the fast network, or of flat dispatch on both networks."""
-    crossing, spread = float(cost.crossing), float(cost.spread)
-    if cost.hierarchical:
-        # A token crosses to the rank of the same local index in the other node, which sends its copies to the others.
-        return spread * copies_off_rank(routing.load, topology.num_nodes * topology.slots)
-    if topology.num_nodes > 1 and spread:
-        # What leaves a rank is divided between the networks so that both take equally long.
-        spread *= crossing / (crossing + spread)
-    return spread * copies_off_rank(routing.load, topology.slots)
+def _copies_off_rank(replay: RoutingReplay, routing: Routing, topology: Topology, cost: Price) -> float:
+    """Bound the token copies that leave their rank, under hierarchical dispatch inside a node."""
+    # A token crosses to the rank of the same local index in the other node, which sends its copies to the others.
+    ranks = topology.num_nodes if cost.hierarchical else 1
+    if cost.striped:
+        copied = ranks * (topology.slots - topology.home_slots)
+        return striped_copies_off_rank(replay, topology, copied=copied)
+    return copies_off_rank(routing.load, ranks * topology.slots)

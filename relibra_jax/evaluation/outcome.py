@@ -228,7 +228,7 @@ class Outcome:
     @column("left", lambda outcome: f"{outcome.left:.0%}")
     def left(self) -> float:
         """How far time is above a lower bound for any plan, which is the most that a better plan could gain. The bound
-        is a relaxation: it pads nothing, and it is loose for crossings."""
+        is a relaxation, and loose for what nodes and ranks send to each other."""
         return self.modelled_seconds / self.least_seconds - 1 if self.least_seconds else 0.0
 
     def numbers(self) -> dict[str, Any]:

@@ -42,7 +42,13 @@ class Setting:
         if across_nodes not in self._least_seconds:
             cost = self.cost_model.price(self.topology)
             bounds = [
-                least_time(replay, self.topology, cost=cost, across_nodes=across_nodes)
+                least_time(
+                    replay,
+                    self.topology,
+                    cost=cost,
+                    across_nodes=across_nodes,
+                    micro_batches=self.batches.num_micro_batches // cost.data_parallel,
+                )
                 for replay in self.batches.replays[self.batches.history :]
             ]
             self._least_seconds[across_nodes] = float(np.mean([bound.total for bound in bounds]))
