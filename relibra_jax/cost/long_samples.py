@@ -42,8 +42,8 @@ def least_waits(
         ValueError: if ``num_micro_batches`` is below 1, or a sample is longer than ``tokens_per_rank``.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
-    >>> least_waits(np.array([4, 2, 2, 1, 1]), topology, num_micro_batches=2, tokens_per_rank=5)
-    17.0
+    >>> least_waits(np.array([4, 4, 4, 1, 1]), topology, num_micro_batches=2, tokens_per_rank=5)
+    32.0
     """
     check_integer("num_micro_batches", num_micro_batches, least=1)
     tokens = np.sort(np.asarray(lengths, float))[::-1]

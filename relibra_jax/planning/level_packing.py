@@ -94,7 +94,9 @@ def _pack(
     """Return the bin of each sample, in descending order of tokens, at every level."""
     row, bins = np.arange(len(levels)), micro_batches * ranks
     held, count = np.zeros((len(levels), bins)), np.zeros((len(levels), bins), int)
-    left = np.full((len(levels), bins), -1.0)  # squared tokens below the limit; a closed micro-batch has none left
+    left = np.full(
+        (len(levels), bins), -1.0
+    )  # squared tokens below the limit; a closed micro-batch has none left
     opened = np.zeros(len(levels), int)
     packed = np.empty((len(levels), len(tokens)), int)
     for number, length in enumerate(tokens):

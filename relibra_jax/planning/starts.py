@@ -68,9 +68,7 @@ def _fullest(packing: Assignment, lengths: Int[Array, " B"]) -> int:
     return int(tokens[np.asarray(packing.sample)].sum(-1).max())
 
 
-def _for_groups(
-    packing: Assignment, lengths: Int[Array, " B"], price: Price
-) -> tuple[float, Assignment]:
+def _for_groups(packing: Assignment, lengths: Int[Array, " B"], price: Price) -> tuple[float, Assignment]:
     """Order micro-batches for the data-parallel groups; return the seconds of the slowest group's attention as well."""
     attention, _ = attention_time(packing, jnp.asarray(lengths), price)
     seconds = np.asarray(attention.max((1, 2)))
