@@ -117,6 +117,21 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     assert table["hot experts new in the next of 16 micro-batches"] == "100% of the hottest eighth"
 
 
+def test_inspect_shows_how_long_attention_waits_for_a_long_sample(monkeypatch, capsys, tmp_path):
+    """One sample of 12 times the length of 16 others is 144 of 160 squared units: 7.2 times the mean of 8 ranks."""
+    monkeypatch.setenv("COLUMNS", "200")
+    mask = np.arange(1200) < np.array([1200] + [100] * 16)[:, None]
+    ids = np.tile(np.arange(8, dtype=np.uint8), (17, 150))[..., None, None]
+    replay = RoutingReplay(ids, mask)
+    save_replay(tmp_path / "long.npz", replay, num_experts=8)
+    assert main(["inspect", str(tmp_path / "long.npz")]) == 0
+    table = cells(capsys.readouterr().out)
+    assert table["imbalance of attention of 8 ranks"].startswith("7.20 with 1, ")
+    assert table["the same, at least, with whole samples"].startswith("7.20 with 1, ")
+    # The exchange takes 7/8 of 323 tokens for each of 1200: (144 / 8 + 33.9) / 20, and two short samples on each rank.
+    assert table["the same, with long samples split over a node"].startswith("2.69 with 1, ")
+
+
 @pytest.mark.parametrize(
     ("rows", "experts", "absent", "text"),
     [

@@ -1,4 +1,4 @@
-"""``relibra inspect``: describes the size of a trace, how unevenly it uses experts, and how fast that changes."""
+"""``relibra inspect``: describes the size of a trace, how unevenly it uses experts, and how long attention waits."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -10,6 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.cli.options import TraceName
+from relibra_jax.contract.types import Price, Topology
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.long_samples import least_waits, split_exchange, split_waits
+from relibra_jax.cost.models import MODELS
+from relibra_jax.evaluation import Costs
+from relibra_jax.planning.starts import start_assignment
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.statistics import (
     contiguous_imbalance,
@@ -35,6 +43,10 @@ class Inspect:
 
     trace: TraceName = None
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
+    model: str = Costs.model
+    """The model whose attention is priced: gpt-oss-20b, qwen3-235b-a22b, deepseek-v3 and others."""
+    cluster: str = Costs.cluster
+    """The cluster on which it is priced: h100, h200, gb200-nvl72 and others."""
 
 
 def run_inspect(options: Inspect, console: Console) -> None:
@@ -45,7 +57,7 @@ def run_inspect(options: Inspect, console: Console) -> None:
         console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace does not exist or is malformed.
+        ValueError: if the trace does not exist or is malformed, or the model or the cluster is unknown.
     """
     trace = read_trace(options.trace)
     lengths = trace.replay.mask.sum(1)
@@ -68,6 +80,7 @@ def run_inspect(options: Inspect, console: Console) -> None:
         ("load of the hottest expert / mean", _by_layer(hottest_expert, by_expert)),
         ("experts never used", f"{unused} of {by_expert.size} over all layers"),
         *(_balance(trace, load) if lengths.any() else ()),
+        *(_attention(lengths, options) if lengths.any() else ()),
         ("note", trace.note or "none"),
     ):
         table.add_row(name, value)
@@ -94,6 +107,48 @@ def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str
         churn = f"{hot_expert_churn(loads):.0%} of the hottest eighth"
         yield f"hot experts new in the next of {most} micro-batches", churn
         yield "correlation of neighbouring micro-batches' loads", f"{neighbour_correlation(loads):.2f}"
+
+
+def _attention(lengths: Int[np.ndarray, " B"], options: Inspect) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the table that say how long ranks wait for those with the longest samples."""
+    model, cluster = look_up("model=", options.model, MODELS), look_up("cluster=", options.cluster, CLUSTERS)
+    cost_model = CostModel(model=model, cluster=cluster)
+    # Experts do not matter for attention, but models are padded to a number that divides over the ranks.
+    experts = -(-model.num_experts // RANKS) * RANKS
+    topology = Topology(num_nodes=1, ranks_per_node=RANKS, num_experts=experts, replica_slots=0)
+    numbers = sorted({min(number, len(lengths)) for number in MICRO_BATCHES})
+    exchange = split_exchange(cost_model, topology)
+    packed, least, split = zip(
+        *(_waits(lengths, topology, number, cost_model.price(topology), exchange) for number in numbers),
+        strict=True,
+    )
+    for name, values, note in (
+        (f"imbalance of attention of {RANKS} ranks", packed, ""),
+        ("the same, at least, with whole samples", least, ""),
+        (
+            "the same, with long samples split over a node",
+            split,
+            f", if above {exchange:.0f} tokens (modelled)",
+        ),
+    ):
+        ratios = ", ".join(
+            f"{value:.2f} with {number}" for number, value in zip(numbers, values, strict=True)
+        )
+        yield name, f"{ratios} micro-batches{note}"
+
+
+def _waits(
+    lengths: Int[np.ndarray, " B"], topology: Topology, micro_batches: int, price: Price, exchange: float
+) -> tuple[float, float, float]:
+    """Return the attention of the busiest ranks / the mean: as packed, at least, and with long samples split."""
+    packing = start_assignment(lengths, topology, num_micro_batches=micro_batches, price=price).sample
+    held = np.append(lengths, 0).astype(float)[np.asarray(packing)]  # position -1 holds no sample
+    mean = (held**2).sum() / topology.num_ranks
+    sizes = {"num_micro_batches": micro_batches}
+    least = least_waits(lengths, topology, tokens_per_rank=int(held.sum(-1).max()), **sizes)
+    split = split_waits(lengths, topology, exchange=exchange, **sizes)
+    waits = float((held**2).sum(-1).max((1, 2)).sum())
+    return waits / mean, least / mean, split / mean
 
 
 def _by_layer(measure: Callable[[np.ndarray], np.ndarray], load: Int[np.ndarray, "L E"]) -> str:
