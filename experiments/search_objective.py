@@ -110,7 +110,7 @@ def correlations(outcome: Outcome) -> Float[np.ndarray, " L"]:
     @jax.jit
     def clock(disturbed: BatchPlan, visits: jax.Array) -> jax.Array:
         ranks = rank_time(disturbed.layer_plans(), attention, topology, price, visits=visits)
-        return layer_time(ranks, price).total.sum(0)
+        return jnp.asarray(layer_time(ranks, price).total).sum(0)
 
     rng, scores, seconds = np.random.default_rng(0), [], []
     for swaps in np.repeat(SWAPS, DRAWS):

@@ -16,7 +16,7 @@ from relibra_jax.evaluation.thresholds import PAYS, Point, threshold
 
 HOW_LOOSE: Final = (
     "The lower bound (relibra_jax/cost/least_time.py) covers all homes, residents, replicas and assignments of whole"
-    " samples. It is a relaxation: it pads nothing, and it is loose for crossings."
+    " samples. It is a relaxation, which is loose for crossings."
 )
 BEYOND: Final = (
     "The balanced run has even loads and routing that is uniform over experts, so a plan that keeps tokens in their"

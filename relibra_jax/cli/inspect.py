@@ -80,7 +80,7 @@ def run_inspect(options: Inspect, console: Console) -> None:
         ("load of the hottest expert / mean", _by_layer(hottest_expert, by_expert)),
         ("experts never used", f"{unused} of {by_expert.size} over all layers"),
         *(_balance(trace, load) if lengths.any() else ()),
-        *(_attention(lengths, options) if lengths.any() else ()),
+        *(_attention(np.asarray(lengths), options) if lengths.any() else ()),
         ("note", trace.note or "none"),
     ):
         table.add_row(name, value)

@@ -79,7 +79,7 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
         """Return the seconds of compute and of the fetch that attention does not hide."""
         fetch = fetch_time(layer_plans(plan, request.load), topology, request.price).max((2, 3))
         compute = request.price.copy * rank_load(plan).max((2, 3)).sum()
-        return compute, jnp.maximum(fetch - attention, 0).sum()
+        return jnp.asarray(compute), jnp.maximum(fetch - attention, 0).sum()
 
     compute, exposed = seconds(inside)
 
