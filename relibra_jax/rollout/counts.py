@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from relibra_jax.contract.replay import count_copies
 from relibra_jax.contract.types import Array
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
@@ -62,16 +63,11 @@ def sample_counts(
         moe_layers=moe_layers,
         start=start,
     )
-    rows = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
-    layers, longest = rows.shape[1], max(expected.tokens, default=0)
-    load = np.zeros((len(expected.tokens), layers, num_experts), _load_dtype(longest))
-    first = 0
-    for sample, tokens in enumerate(expected.tokens):
-        # A histogram per layer is 20 times as fast as np.add.at, and needs no 64-bit offsets of ids.
-        for layer in range(layers):
-            ids = rows[first : first + tokens, layer].ravel()
-            load[sample, layer] = np.bincount(ids, minlength=num_experts)
-        first += tokens
+    shape = (len(expected.tokens), len(expected.moe_layers), num_experts)
+    load = np.zeros(shape, _load_dtype(max(expected.tokens, default=0)))
+    samples = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
+    for sample, rows in enumerate(samples):
+        load[sample] = count_copies(rows, num_experts=num_experts)
     return load, np.array(expected.tokens, np.int32)
 
 
