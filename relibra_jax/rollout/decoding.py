@@ -18,8 +18,8 @@ class Layout(NamedTuple):
     """The decoder of one layout."""
 
     decode: Callable[[Any, Expected], Iterable[Recorded]]
-    """``(source, expected) -> rows of each sample``, decoded when they are asked for where a layout keeps samples apart.
-    It raises ValueError if it cannot read the source."""
+    """``(source, expected) -> rows of each sample``, decoded one by one if the layout keeps samples apart. It raises
+    ValueError if it cannot read the source."""
     moe_only: bool = False
     """True if recordings of the layout have rows of MoE layers alone, never of dense layers."""
 

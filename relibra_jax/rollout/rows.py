@@ -84,15 +84,16 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
     decode, moe_only = LAYOUTS[layout]
     layers = len(expected.moe_layers)
     used, routed, first_routed = np.zeros(layers, bool), np.zeros(layers, bool), None
-    first = 0
+    first, checked = 0, 0
     for sample, (recording, tokens) in enumerate(zip(decode(source, expected), expected.tokens, strict=True)):
         rows = _rows_of(recording, sample, first, expected, moe_only=moe_only)
         missing = _missing(rows, first, expected)
         complete = ~missing.any(axis=1)
         _check_rows(rows, complete, first, expected)
         yield _Sample(rows, missing)
-        used |= rows[complete].any(axis=(0, 2))
-        routed |= ~missing.all(axis=0) if tokens else False
+        used |= (rows.any(axis=-1) & complete[:, None]).any(axis=0)
+        routed |= (~missing).any(axis=0)
+        checked += int(complete.sum())
         for row in np.flatnonzero(~missing.all(axis=1))[:1].tolist():
             first_routed = first + row if first_routed is None else first_routed
         first += tokens
@@ -100,7 +101,7 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
         raise ValueError(
             f"{_where(first_routed, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
         )
-    if fault := find_unused_layer(used, first, num_experts=expected.num_experts):
+    if fault := find_unused_layer(used, checked, num_experts=expected.num_experts):
         layer, problem = fault
         raise ValueError(f"{_where(0, layer, expected)}: {problem}")
 
