@@ -55,7 +55,7 @@ def main(config: BenchCounts) -> None:
     for name in ("samples", "whole", "tokens", "layers", "top_k"):
         check_integer(name, getattr(config, name), least=1)
     check_integer("experts", config.experts, least=config.top_k)
-    columns = ("samples", "routes, GB", "counts, MB", "sampled routes, MB", "peak, MB", "ns an id")
+    columns = ("samples", "routes, GB", "counts, MB", "sampled routes, MB", "peak, MB", "CPU ns an id")
     table = Table(*columns, box=None)
     count_samples(config, 1)
     before, rest = _peak(), 0
@@ -83,10 +83,10 @@ def count_samples(config: BenchCounts, samples: int) -> tuple[float, Batch]:
         samples: the number of samples.
 
     Returns:
-        The seconds, without those that making routes takes, and the counts.
+        The CPU seconds, without those that making routes takes, and the counts.
     """
     source = _Routes(config, samples)
-    begin = time.perf_counter()
+    begin = time.process_time()
     counts = sample_counts(
         iter(source),
         layout="vllm",
@@ -97,7 +97,7 @@ def count_samples(config: BenchCounts, samples: int) -> tuple[float, Batch]:
         start=0,
         every=max(config.whole * config.tokens // TOKENS, 1) | 1,
     )
-    return time.perf_counter() - begin - source.seconds, Batch(*counts)
+    return time.process_time() - begin - source.seconds, Batch(*counts)
 
 
 class _Routes:
@@ -109,11 +109,11 @@ class _Routes:
     def __iter__(self) -> Iterator[np.ndarray]:
         config, rng = self.config, np.random.default_rng(0)
         for _ in range(self.samples):
-            begin = time.perf_counter()
+            begin = time.process_time()
             stride = config.experts // config.top_k
             first = rng.integers(0, stride, (config.tokens, config.layers, 1), np.uint16)
             ids = first + np.arange(config.top_k, dtype=np.uint16) * np.uint16(stride)
-            self.seconds += time.perf_counter() - begin
+            self.seconds += time.process_time() - begin
             yield ids
 
 

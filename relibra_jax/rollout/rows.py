@@ -91,7 +91,8 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
         complete = ~missing.any(axis=1)
         _check_rows(rows, complete, first, expected)
         yield _Sample(rows, missing)
-        used |= (rows.any(axis=-1) & complete[:, None]).any(axis=0)
+        if expected.top_k == 1:  # with more experts of a token, a layer of zeros is a fault of any sample
+            used |= (rows.any(axis=-1) & complete[:, None]).any(axis=0)
         routed |= (~missing).any(axis=0)
         checked += int(complete.sum())
         for row in np.flatnonzero(~missing.all(axis=1))[:1].tolist():
@@ -101,7 +102,7 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
         raise ValueError(
             f"{_where(first_routed, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
         )
-    if fault := find_unused_layer(used, checked, num_experts=expected.num_experts):
+    if expected.top_k == 1 and (fault := find_unused_layer(used, checked, num_experts=expected.num_experts)):
         layer, problem = fault
         raise ValueError(f"{_where(0, layer, expected)}: {problem}")
 
@@ -172,12 +173,14 @@ def _missing(rows: np.ndarray, first: int, expected: Expected) -> np.ndarray:
     Zeros in every layer are not a route if K > 1, because they repeat expert 0. If K = 1 they count as missing unless
     chance explains them (`IMPLAUSIBLE_BITS`).
     """
-    empty = rows == EMPTY
-    missing = empty.all(axis=-1)
-    for row, layer in np.argwhere(empty.any(axis=-1) & ~missing).tolist():
-        raise ValueError(
-            f"{_where(first + row, layer, expected)}: expert id {EMPTY} in {rows[row, layer].tolist()}"
-        )
+    missing = np.zeros(rows.shape[:2], bool)
+    if rows.dtype.kind == "i":
+        empty = rows == EMPTY
+        missing = empty.all(axis=-1)
+        for row, layer in np.argwhere(empty.any(axis=-1) & ~missing).tolist():
+            raise ValueError(
+                f"{_where(first + row, layer, expected)}: expert id {EMPTY} in {rows[row, layer].tolist()}"
+            )
     if expected.top_k > 1 or rows.shape[1] * math.log2(expected.num_experts) > IMPLAUSIBLE_BITS:
         missing |= ~rows.any(axis=(1, 2))[:, None]
     return missing
