@@ -70,8 +70,8 @@ def main(config: BenchCounts) -> None:
         table.add_row(str(samples), *(f"{value:.1f}" for value in row))
     load, routes = (each * config.whole // samples for each in (load, routes))
     ids = config.whole * config.tokens * config.layers * config.top_k
-    row = (ids * 2 / 1e9, load / 1e6, routes / 1e6, (load + routes + rest) / 1e6)
-    table.add_row(f"{config.whole} (computed)", *(f"{value:.1f}" for value in row), "")
+    computed = (ids * 2 / 1e9, load / 1e6, routes / 1e6, (load + routes + rest) / 1e6)
+    table.add_row(f"{config.whole} (computed)", *(f"{value:.1f}" for value in computed), "")
     Console(width=110).print(table)
 
 

@@ -82,7 +82,8 @@ def load_by_part(
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in replay):
         part = np.zeros(replay.mask.shape[1], np.int32) if part is None else part
-        return _traced_load(*map(jnp.asarray, replay), part, parts=parts, num_experts=num_experts)
+        traced = RoutingReplay(*map(jnp.asarray, replay))
+        return _traced_load(traced, part, parts=parts, num_experts=num_experts)
     ids, mask = map(np.asarray, replay)
     load = np.empty((len(ids), ids.shape[2], parts * num_experts), np.int32)
     for sample, real in enumerate(mask):
@@ -127,7 +128,7 @@ def count_copies(
 
 
 def _traced_load(
-    ids: Array, mask: Array, part: Integer[np.ndarray, " T"], *, parts: int, num_experts: int
+    replay: RoutingReplay, part: Integer[np.ndarray, " T"], *, parts: int, num_experts: int
 ) -> Int[Array, "B L parts_E"]:
     """Count as `load_by_part` does, under jit: one layer of one sample after another."""
     offset = num_experts * jnp.asarray(part, jnp.int32)[:, None]
@@ -143,7 +144,7 @@ def _traced_load(
 
         return jax.lax.map(one_layer, jnp.moveaxis(ids, 1, 0))
 
-    return jax.lax.map(one_sample, (ids, mask))
+    return jax.lax.map(one_sample, tuple(replay))
 
 
 @checks_arguments
@@ -244,8 +245,8 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
             raise ValueError(f"sample {sample}, token {np.flatnonzero(real)[row]}, layer {layer}: {problem}")
         if ids.shape[3] == 1:  # with more experts of a token, a layer of zeros is a fault of any sample
             tokens, used = tokens + len(rows), used | rows.any(axis=(0, 2))
-    if fault := find_unused_layer(used, tokens, num_experts=num_experts):
-        layer, problem = fault
+    if unused := find_unused_layer(used, tokens, num_experts=num_experts):
+        layer, problem = unused
         sample, token = locate(mask, 0)
         raise ValueError(f"sample {sample}, token {token}, layer {layer}: {problem}")
 

@@ -494,8 +494,14 @@ class Balancer:
         with jax.profiler.TraceAnnotation("plan"):
             planned = self._plan_replay(replay, counts, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
-            how = {"top_k": planned.top_k, "lengths": np.asarray(planned.batch.lengths)}
-            sizes = count_sizes(planned.replay, planned.plans, self._capacities, planned.parallel, **how)
+            sizes = count_sizes(
+                planned.replay,
+                planned.plans,
+                self._capacities,
+                planned.parallel,
+                top_k=planned.top_k,
+                lengths=planned.batch.lengths,
+            )
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
             topology, mesh = self.parallel.topology, self.parallel.mesh

@@ -173,10 +173,10 @@ def count_sizes(
                 pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
             for part, part_plan in pieces:
                 visited = None
-                if crosses and part is None:
-                    visited = most_visits(lengths, part_plan, topology)
-                elif crosses:
+                if crosses and part is not None:
                     visited = np.asarray(node_visits(part, part_plan, topology, **how))
+                elif crosses:
+                    visited = most_visits(lengths, part_plan, topology)
                 sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))
                 of_pieces.append(visited)
         grown[shape] = sizes

@@ -114,13 +114,18 @@ def plan_on_host(
 
 
 def load_on_host(
-    plans: Sequence[BatchPlan], replay: RoutingReplay, batch: Batch, topology: Topology, *, striped: bool
+    plans: Sequence[BatchPlan],
+    replay: RoutingReplay | None,
+    batch: Batch,
+    topology: Topology,
+    *,
+    striped: bool,
 ) -> tuple[BatchPlan, ...]:
     """Give plans the exact load of striped layers, or of those that are not, on the host.
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        replay: the routing of all samples.
+        replay: the routing of all samples; None only if layers are not striped.
         batch: the counts of the samples.
         topology: the expert-parallel group.
         striped: whether layers are striped.
@@ -129,7 +134,7 @@ def load_on_host(
         plans = to_host(tuple(plans))
         loaded = [
             with_striped_load(plan, replay, topology)
-            if striped
+            if striped and replay is not None
             else plan._replace(load=assigned_load(batch.sample_load, plan.assignment))
             for plan in plans
         ]

@@ -182,7 +182,8 @@ def check_routes(batch: Batch) -> None:
     """Raise ValueError unless the sampled routes of a batch can be of the samples that it counts.
 
     A sampled token is one of the tokens of its sample, so the counts of that sample have a token copy for each of its
-    experts. Traced values are not checked.
+    experts. Of many tokens, about 2,048 at even distances are compared with the counts: on recorded routing, 0.4% of
+    the ids of a token have no copy in another sample. Traced values are not checked.
 
     Args:
         batch: the batch.
@@ -211,6 +212,7 @@ copy: the routes are of other samples or layers than the counts
                 f"routes.{name}{list(place)} is {values[place]}, but must be in {least}..{most - 1}"
             )
     token = np.flatnonzero(sample != EMPTY)
+    token = token[:: -(-len(token) // 2048) or 1]
     for layer in range(layers):
         used = ids[token, layer]
         missing = load[sample[token][:, None], layer, used] == 0

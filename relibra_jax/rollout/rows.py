@@ -83,8 +83,8 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
     """Decode and check the samples of a recording; missing routes are only marked."""
     decode, moe_only = LAYOUTS[layout]
     layers = len(expected.moe_layers)
-    used, routed, first_routed = np.zeros(layers, bool), np.zeros(layers, bool), None
-    first, checked = 0, 0
+    used, routed = np.zeros(layers, bool), np.zeros(layers, bool)
+    first, checked, first_routed = 0, 0, -1
     for sample, (recording, tokens) in enumerate(zip(decode(source, expected), expected.tokens, strict=True)):
         rows = _rows_of(recording, sample, first, expected, moe_only=moe_only)
         missing = _missing(rows, first, expected)
@@ -96,9 +96,9 @@ def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sa
         routed |= (~missing).any(axis=0)
         checked += int(complete.sum())
         for row in np.flatnonzero(~missing.all(axis=1))[:1].tolist():
-            first_routed = first + row if first_routed is None else first_routed
+            first_routed = first + row if first_routed < 0 else first_routed
         first += tokens
-    for layer in np.flatnonzero(~routed).tolist() if first_routed is not None else []:
+    for layer in np.flatnonzero(~routed).tolist() if first_routed >= 0 else []:
         raise ValueError(
             f"{_where(first_routed, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
         )

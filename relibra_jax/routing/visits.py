@@ -42,9 +42,9 @@ def node_visits(
     count = functools.partial(_count_visits, topology=topology, striped=striped)
     sample, plans = batch_plan.assignment.sample, batch_plan.layer_plans()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((replay, sample, plans))):
-        ids, mask = map(jnp.asarray, replay)
+        traced = RoutingReplay(*map(jnp.asarray, replay))
         inputs = jax.tree.map(jnp.asarray, (sample, plans))
-        return jax.lax.map(lambda each: count(ids[each[0]], mask[each[0]], *each), inputs)
+        return jax.lax.map(lambda each: count(*(leaf[each[0]] for leaf in traced), *each), inputs)
     ids, mask = map(np.asarray, replay)
     parts = zip(np.asarray(sample), map(batch_plan.micro_batch, range(len(sample))), strict=True)
     return jnp.stack([count(ids[samples], mask[samples], samples, plans) for samples, plans in parts])
