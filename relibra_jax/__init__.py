@@ -51,7 +51,7 @@ from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samp
 from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.batch import Batch, count_batch, fill_unfinished
+from relibra_jax.planning.batch import Batch, count_batch, fill_unfinished, join_batches
 from relibra_jax.planning.metrics import batch_imbalance, imbalance, moved_experts
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.placement import place_experts
@@ -109,6 +109,7 @@ __all__ = [
     "fill_unfinished",
     "home_layout",
     "imbalance",
+    "join_batches",
     "load_plan",
     "load_replay",
     "lplb",

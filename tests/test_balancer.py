@@ -24,6 +24,7 @@ from relibra_jax import (
     RoutingReplay,
     Topology,
     assign_samples,
+    count_batch,
     eplb,
     expert_load,
     fill_unfinished,
@@ -37,6 +38,7 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution import parallel as parallel_module
 from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.gating import GATINGS
+from relibra_jax.execution.prepared_layer import prepare_layers
 from relibra_jax.nnx import (
     Balancer,
     ExpertParallel,
@@ -52,6 +54,7 @@ from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.nnx.derived_cost import derive_cost
 from relibra_jax.nnx.way_prices import allowed_way
 from relibra_jax.routing.exchange_rules import Way, exchange_choices
+from relibra_jax.routing.sizes import check_capacities
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
@@ -662,3 +665,81 @@ def test_prepared_batch_is_a_pytree_with_static_settings():
     assert isinstance(again.batch_plan, BatchPlan)
     with pytest.raises(ValueError, match="to_ranks runs on the host: call it outside jit"):
         again.to_ranks(np.zeros((SAMPLES, 1)))
+
+
+@pytest.mark.slow
+def test_prepare_from_counts_plans_as_from_the_replay_and_fits_its_routes():
+    """Steps prepare the layers of their micro-batches, and compute what they compute from the replay."""
+    whole, counted, both = (Run(striped=False) for _ in range(3))
+    x, replay = batches()[0]
+    counts = count_batch(replay, TOPOLOGY)
+    batch, planned = whole.prepare(), both.prepare(counts=counts)
+    from_counts = counted.balancer.prepare(counted.model, counted.optimizer, None, counts=counts)
+    for other in (planned, from_counts):
+        chex.assert_trees_all_equal(jax.device_get(batch.batch_plan), jax.device_get(other.batch_plan))
+    assert planned.parallel.capacities == batch.parallel.capacities
+    np.testing.assert_array_equal(planned.visits, batch.visits)
+    chex.assert_trees_all_equal(jax.device_get(planned.layers()), jax.device_get(batch.layers()))
+    assert (from_counts.visits >= batch.visits).all()
+    check_capacities(from_counts.parallel.capacities, batch.parallel.capacities)
+    with pytest.raises(ValueError, match="prepared from counts alone, so it has no prepared layers"):
+        from_counts.layers()
+
+    @nnx.jit
+    def forward(model, batch, x, replay):
+        ids = jnp.where(replay.mask[..., None, None], replay.expert_ids.astype(jnp.int32), EMPTY)
+        layers = prepare_layers(ids, batch.batch_plan.layer_plans(), batch.parallel)
+        return model(x[0], jax.tree.map(lambda leaf: leaf[0], replay), layers.layer(0), batch.parallel)
+
+    outputs = [
+        forward(run.model, each, *each.to_ranks((x, replay)))
+        for run, each in ((whole, batch), (counted, from_counts))
+    ]
+    np.testing.assert_array_equal(*outputs)
+    assert np.isfinite(outputs[0]).all()
+
+
+def test_prepare_refuses_counts_that_do_not_fit():
+    replay = batches()[0][1]
+    counts = count_batch(replay, TOPOLOGY)
+    load, lengths = counts.sample_load.copy(), counts.lengths.copy()
+    load[3, 1, 4] += 1
+    lengths[2] -= 1
+    run, fewer = Run(striped=False), RoutingReplay(replay.expert_ids, replay.mask & (np.arange(TOKENS) > 0))
+
+    def prepare(counts, replay=None, run=run):
+        run.balancer.prepare(run.model, run.optimizer, replay, counts=counts)
+
+    for changed, message in (
+        (
+            {"sample_load": load},
+            r"counts, sample 3, layer 1: \d tokens with \d+ token copies, but .* 2 copies a token",
+        ),
+        (
+            {"lengths": lengths},
+            r"counts, sample 2, layer 0: \d tokens with \d+ token copies, but .* 2 copies a token",
+        ),
+        (
+            {"sample_load": load[:, :1]},
+            r"counts.sample_load: expected shape \(10, 2, 8\), found \(10, 1, 8\)",
+        ),
+        (
+            {"sample_load": load - 9},
+            r"counts.sample_load\[0, 0, 0\] is -\d, but a count must not be negative",
+        ),
+        (
+            {"routes": counts.routes._replace(expert_ids=counts.routes.expert_ids[..., :1])},
+            "counts.routes has 1 experts a token, but its counts 2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(counts._replace(**changed))
+    with pytest.raises(
+        ValueError, match=r"sample \d: counts of \d tokens, but the replay has \d real tokens"
+    ):
+        prepare(counts, fewer)
+    with pytest.raises(ValueError, match="which of 2 ranks of a node dispatches a token of striped layers"):
+        prepare(counts, run=Run(striped=True))
+    with pytest.raises(ValueError, match="num_samples and capacities are for live routing"):
+        run.balancer.prepare(run.model, run.optimizer, None, counts=counts, num_samples=SAMPLES)
+    prepare(counts)

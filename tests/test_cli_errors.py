@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from experiments import (
+    bench_counts,
     bench_exposed,
     bench_kernels,
     bench_layer,
@@ -176,7 +177,7 @@ COSTS = {
 
 
 BENCHMARKS = (
-    *(bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_warm_start),
+    *(bench_counts, bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_warm_start),
     *(count_buffers, stragglers),
 )
 

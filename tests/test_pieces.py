@@ -93,6 +93,8 @@ def test_buffers_of_pieces_are_sized_for_the_fullest(replay):
             [batch_plan],
             {},
             ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=True, pieces=pieces),
+            top_k=3,
+            lengths=LENGTHS,
         )
         for pieces in (1, 2)
     )

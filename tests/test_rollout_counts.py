@@ -20,6 +20,7 @@ from relibra_jax import (
     assign_samples,
     check_plan,
     eplb,
+    join_batches,
     load_replay,
     place_experts,
     plan_batch,
@@ -39,7 +40,7 @@ LEAN = relibra(place=functools.partial(place_experts, steps=100))
 
 
 def assert_counts_of(replay, counts, num_experts):
-    load, tokens = counts
+    load, tokens, _ = counts
     assert type(load) is type(tokens) is np.ndarray
     np.testing.assert_array_equal(load, sample_load(replay, num_experts=num_experts))
     np.testing.assert_array_equal(tokens, np.asarray(replay.mask).sum(1))
@@ -84,7 +85,7 @@ def test_sample_counts_counts_any_batch(seed, samples, num_experts, top_k, moe_l
     ids = routes(seed, mask, layers=3, num_experts=num_experts, top_k=top_k)
     ids[(ids[:, :, moe_layers] == 0).all(axis=(2, 3))] = num_experts - 1
     model = {"num_experts": num_experts, "top_k": top_k, "num_layers": 3, "moe_layers": moe_layers}
-    load, tokens = sample_counts(whole(ids, mask), layout="vllm", mask=mask, **model)
+    load, tokens, _ = sample_counts(whole(ids, mask), layout="vllm", mask=mask, **model)
     one_by_one = np.zeros((samples, len(moe_layers), num_experts), int)
     for sample, token in np.argwhere(mask):
         for number, layer in enumerate(moe_layers):
@@ -102,7 +103,7 @@ def test_sample_counts_dtype_holds_a_sample_with_all_tokens_at_one_expert(longes
     mask = np.arange(longest) < np.array([[3], [longest]])
     source = [np.ones((tokens, 1, 1), np.uint8) for tokens in mask.sum(1)]
     model = {"num_experts": 4, "top_k": 1, "num_layers": 1}
-    load, tokens = sample_counts(source, layout="vllm", mask=mask, **model)
+    load, tokens, _ = sample_counts(source, layout="vllm", mask=mask, **model)
     assert load.dtype == dtype
     assert load[:, 0].tolist() == [[0, 3, 0, 0], [0, longest, 0, 0]]
     assert tokens.dtype == np.int32
@@ -127,7 +128,7 @@ def test_sample_counts_touches_no_device():
         from relibra_jax import sample_counts
         rows = np.array([[[0, 1]], [[3, 2]]])
         model = {"num_experts": 4, "top_k": 2, "num_layers": 1}
-        load, tokens = sample_counts([rows], layout="vllm", mask=np.ones((1, 2), bool), **model)
+        load, tokens, _ = sample_counts([rows], layout="vllm", mask=np.ones((1, 2), bool), **model)
         print(load.tolist(), tokens.tolist())
     """
     environment = os.environ | {"JAX_PLATFORMS": "none_such"}
@@ -156,11 +157,14 @@ def batch():
     return workers, RoutingReplay(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def counts_of_workers(workers):
-    """Return the counts of all workers, concatenated as a controller does."""
-    sent = [sample_counts(whole(ids, mask), layout="vllm", mask=mask, **SEND) for ids, mask in workers]
-    assert {load.dtype for load, _ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
-    return Batch(*(np.concatenate(part) for part in zip(*sent, strict=True)))
+def counts_of_workers(workers, every=None):
+    """Return the counts of all workers, joined as a controller does."""
+    sent = [
+        sample_counts(whole(ids, mask), layout="vllm", mask=mask, every=every, **SEND)
+        for ids, mask in workers
+    ]
+    assert {load.dtype for load, *_ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
+    return join_batches([Batch(*counts) for counts in sent])
 
 
 @pytest.mark.slow
@@ -185,15 +189,19 @@ def test_plan_batch_plans_counts_as_the_whole_routes(batch, planner, jit):
     check_plan(counted.plan, counted.load, topology)
 
 
-def sampled(workers, every):
-    """Take every n-th token of each worker with its route, and the index of its sample in the whole batch."""
+def test_sample_counts_samples_every_nth_token_of_a_worker_and_joins_them_by_sample(batch):
+    workers, replay = batch
     ids, samples, first = [], [], 0
     for expert_ids, mask in workers:
-        sample, position = (index[::every] for index in np.nonzero(mask))
+        sample, position = (index[::5] for index in np.nonzero(mask))
         ids.append(expert_ids[sample, position])
         samples.append(sample + first)
         first += len(mask)
-    return Routes(np.concatenate(ids).astype(np.uint8), np.concatenate(samples))
+    joined = counts_of_workers(workers, every=5)
+    chex.assert_trees_all_equal(joined.routes, Routes(np.concatenate(ids), np.concatenate(samples)))
+    assert joined.routes.expert_ids.dtype == np.uint8
+    np.testing.assert_array_equal(joined.sample_load, sample_load(replay, num_experts=8))
+    np.testing.assert_array_equal(joined.lengths, replay.mask.sum(1))
 
 
 COST = Price(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, hierarchical=True)
@@ -205,10 +213,9 @@ def test_plan_batch_uses_routes_of_a_few_tokens_where_there_are_nodes(batch, nod
     workers, _ = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
     state = LEAN.init(topology, 3, key=jax.random.key(0))
-    counts = counts_of_workers(workers)
     with_routes, without = (
-        plan_batch(counts._replace(routes=few), LEAN, state, topology, stages=2, cost=COST)[0]
-        for few in (sampled(workers, every=4), None)
+        plan_batch(counts_of_workers(workers, every), LEAN, state, topology, stages=2, cost=COST)[0]
+        for every in (4, None)
     )
     check_plan(with_routes.plan, with_routes.load, topology)
     assert loses == bool((with_routes.plan.home != without.plan.home).any())
@@ -219,3 +226,78 @@ def test_plan_batch_refuses_counts_of_another_model():
     counts = Batch(np.zeros((4, 3, 9), np.int32), np.ones(4, np.int32))
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(4, 3, 8\), found \(4, 3, 9\)"):
         plan_batch(counts, static(), (), topology, stages=1)
+
+
+def of_other_samples(counts):
+    """Make sample 1 one that never uses the experts of its sampled tokens."""
+    ids = counts.routes.expert_ids[counts.routes.sample == 1][0, 2]
+    load = counts.sample_load.copy()
+    load[1, 2, ids] = 0
+    return counts._replace(sample_load=load)
+
+
+FOREIGN = {
+    "other samples": (
+        of_other_samples,
+        r"token \d+ of \d+: it is of sample 1 and uses expert \d in layer 2, where",
+    ),
+    "another sample number": (
+        lambda counts: counts._replace(routes=counts.routes._replace(sample=counts.routes.sample + 20)),
+        r"routes\.sample\[\d+\] is 24, but must be in -1\.\.23",
+    ),
+    "ids of slots": (
+        lambda counts: counts._replace(
+            routes=counts.routes._replace(expert_ids=counts.routes.expert_ids + np.uint8(8))
+        ),
+        r"routes\.expert_ids\[0, 0, 0\] is \d+, but must be in 0\.\.7",
+    ),
+    "other layers": (
+        lambda counts: counts._replace(
+            routes=counts.routes._replace(expert_ids=counts.routes.expert_ids[:, :2])
+        ),
+        r"routes\.expert_ids: expected shape \(\d+, 3, 2\), found \(\d+, 2, 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_routes_of_other_counts_are_refused_with_numbers(batch, name):
+    change, message = FOREIGN[name]
+    counts = change(counts_of_workers(batch[0], every=5))
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    for refuse in (
+        lambda: join_batches([counts]),
+        lambda: plan_batch(counts, static(), (), topology, stages=1),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuse()
+
+
+def test_join_batches_refuses_parts_that_do_not_fit(batch):
+    with_routes, without = (counts_of_workers(batch[0], every) for every in (5, None))
+    with pytest.raises(ValueError, match=r"parts\[0\] and parts\[1\]: only one of them has routes"):
+        join_batches([with_routes, without])
+    fewer = without._replace(sample_load=without.sample_load[:, :2])
+    with pytest.raises(
+        ValueError, match=r"parts\[1\]: sample_load: expected shape \(24, 3, 8\), found \(24, 2, 8\)"
+    ):
+        join_batches([without, fewer])
+    with pytest.raises(ValueError, match="at least one"):
+        join_batches([])
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64])
+def test_plan_batch_refuses_counts_that_int32_cannot_hold(dtype):
+    """They would wrap around silently; one below is planned exactly."""
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=2, replica_slots=0)
+    load = np.zeros((2, 1, 2), dtype)
+    load[1, 0, 1] = 2**31
+    counts = Batch(load, np.ones(2, np.int32))
+    with pytest.raises(ValueError, match=r"sample_load\[1, 0, 1\] is 2147483648, but .* at most 2147483647"):
+        plan_batch(counts, static(), (), topology, stages=1)
+    load[1, 0, 1] -= 1
+    plan, _ = plan_batch(counts, static(), (), topology, stages=1)
+    assert plan.plan.quota.sum() == 2**31 - 1
+    most = np.iinfo(dtype).max
+    with pytest.raises(ValueError, match=rf"lengths\[0\] is {most}, but"):
+        plan_batch(counts._replace(lengths=np.array([most, 1], dtype)), static(), (), topology, stages=1)

@@ -162,7 +162,7 @@ def test_replay_from_rollout_takes_tokens_before_a_start_offset_as_missing():
 @pytest.mark.parametrize("start", [-1, 99, "2", 1.5])
 def test_replay_from_rollout_refuses_a_start_outside_the_sample(start):
     source = sglang(example(), LEFT_PADDED)
-    source[1]["routed_experts_start_len"] = start
+    source[0]["routed_experts_start_len"], source[1]["routed_experts_start_len"] = 0, start
     with pytest.raises(
         ValueError, match=r"sample 1: routed_experts_start_len=.* must be an integer from 0 to its 3 tokens"
     ):

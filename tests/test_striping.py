@@ -89,7 +89,12 @@ def test_buffers_of_striped_layers_are_sized_for_dealt_tokens(replay, assignment
     mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
     held, dealt = (
         count_sizes(
-            replay, [batch_plan], {}, ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=striped)
+            replay,
+            [batch_plan],
+            {},
+            ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=striped),
+            top_k=3,
+            lengths=replay.mask.sum(1),
         ).visits[0]
         for striped in (False, True)
     )

@@ -19,6 +19,7 @@ from relibra_jax import (
     assign_samples,
     batch_imbalance,
     check_plan,
+    join_batches,
     plan_batch,
     rank_load,
     relibra,
@@ -62,11 +63,12 @@ def main() -> tuple[BatchPlan, BatchPlan]:
     state = PLANNER.init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
     options: dict[str, Any] = {"stages": MICRO_BATCHES, "assign": ASSIGN, "key": jax.random.key(1)}
 
-    # On every worker, in NumPy and without a device. The worker sends only these two arrays.
-    counts = [sample_counts(routes, layout="slime", mask=mask, **MODEL) for routes, mask in recordings]
+    # On every worker, in NumPy and without a device. The worker sends only these counts.
+    counts = [
+        Batch(*sample_counts(routes, layout="slime", mask=mask, **MODEL)) for routes, mask in recordings
+    ]
     # On the controller.
-    load, lengths = (np.concatenate(part) for part in zip(*counts, strict=True))
-    batch = Batch(load, lengths)
+    batch = join_batches(counts)
     plan_from_counts, _ = jax.device_get(plan_batch(batch, PLANNER, state, TOPOLOGY, **options))
     check_plan(plan_from_counts.plan, plan_from_counts.load, TOPOLOGY)
 
@@ -78,7 +80,8 @@ def main() -> tuple[BatchPlan, BatchPlan]:
 
     samples = plan_from_counts.assignment.sample[:, 0, 0]
     routes_bytes = sum(routes.nbytes for routes in all_routes)
-    print(f"routes {routes_bytes:,} bytes, counts {load.nbytes + lengths.nbytes:,} bytes")
+    sent = sum(np.asarray(part).nbytes for part in (batch.sample_load, batch.lengths))
+    print(f"routes {routes_bytes:,} bytes, counts {sent:,} bytes")
     print(f"the routes of samples {sorted(samples[samples != EMPTY].tolist())} go to rank 0 of node 0")
     print(f"imbalance of the batch: {batch_imbalance(rank_load(plan_from_counts.plan)):.4f}")
     return plan_from_counts, plan_from_routes

@@ -14,6 +14,15 @@ from relibra_jax.contract.plan import expert_totals
 from relibra_jax.contract.types import BALANCE, EMPTY, Array, Plan, Price, Topology
 
 
+class Routes(NamedTuple):
+    """Sampled tokens of a batch, identified by their samples, so they do not depend on the assignment of samples."""
+
+    expert_ids: Int[Array, "Q L K"]
+    """The logical expert ids of Q tokens."""
+    sample: Int[Array, " Q"]
+    """The sample to which each token belongs; EMPTY if the batch has no tokens."""
+
+
 class PlacedRoutes(NamedTuple):
     """The routes of some tokens of a batch, with the places that the assignment of samples gives the tokens."""
 

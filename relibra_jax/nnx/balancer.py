@@ -41,9 +41,11 @@ from relibra_jax.nnx.balancer_state import (
 from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import (
     check_aligned_left,
+    check_counts,
     check_experts_in_place,
     check_finite,
     check_model_homes,
+    check_plans_from_counts,
     check_replay_layers,
     expert_marks,
 )
@@ -89,8 +91,9 @@ from relibra_jax.support.programs import announce_compilation
 class _Planned(NamedTuple):
     """A batch with its checked plans, on the host."""
 
-    replay: RoutingReplay
+    replay: RoutingReplay | None
     batch: Batch
+    top_k: int
     parallel: ExpertParallel
     """The settings with which layers run, in the chosen way."""
     stages: Sequence[Stage]
@@ -244,6 +247,7 @@ class Balancer:
         optimizer: nnx.Optimizer | None,
         replay: RoutingReplay | None,
         *,
+        counts: Batch | None = None,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
         copies: Sequence[nnx.Module] = (),
@@ -257,8 +261,14 @@ class Balancer:
         Args:
             model: a module with L `MoELayer`. Its experts move in place.
             optimizer: the optimizer of the model, whose state moves too. None if the model is not trained.
-            replay: the recorded routing of all samples of the batch. None prepares live routing: samples stay in
-                order, experts stay where they are, and there are no replicas.
+            replay: the recorded routing of all samples of the batch, in memory or memory-mapped. None without
+                ``counts`` prepares live routing: samples stay in order, experts stay where they are, and there are no
+                replicas.
+            counts: the counts of all samples, from `relibra_jax.sample_counts` in the rollout workers
+                (`relibra_jax.join_batches`), from which the batch is planned without counting the replay. With a
+                replay, its routes are read for buffer sizes and tables alone, and the devices check them. Without one,
+                the plan and the buffer sizes come from counts alone, and visits are bounds; steps then prepare the
+                layers of each micro-batch themselves. None counts the replay.
             num_samples: B, the number of samples, for live routing only.
             capacities: buffer sizes, for live routing only. None takes the worst case.
             copies: modules whose experts are at the same homes and move with the model's, such as a moving average of
@@ -273,6 +283,8 @@ class Balancer:
                 or is None after it was given for an earlier batch, the homes of the model or a copy differ from the
                 balancer's, experts are not at their homes, a parameter is not finite, the processes computed different
                 plans, or the plan breaks a rule. Nothing has moved then.
+            ValueError: also if the counts do not belong to their lengths, sampled routes or replay, or if layers that
+                are striped or run in pieces are to be planned from counts alone.
             relibra_jax.execution.migration.MoveError: if experts cannot be moved, for example because memory runs out
                 (`relibra_jax.nnx.reorder_experts`).
         """
@@ -281,6 +293,7 @@ class Balancer:
             optimizer,
             replay,
             [Stage(self.num_micro_batches)],
+            counts=counts,
             num_samples=num_samples,
             capacities=capacities,
             copies=copies,
@@ -296,6 +309,7 @@ class Balancer:
         stages: Sequence[Stage],
         *,
         updates: Sequence[int] | None = None,
+        counts: Batch | None = None,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
         copies: Sequence[nnx.Module] = (),
@@ -316,6 +330,7 @@ class Balancer:
                 updates.
             updates: the number of optimizer updates of each stage, for the price: 0 for a recompute, which has only a
                 forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
+            counts: the counts of all samples, as for `prepare`.
             num_samples: B, the number of samples, for live routing only.
             capacities: buffer sizes, for live routing only, as for `prepare`.
             copies: modules that move with the model, as for `prepare`.
@@ -331,17 +346,17 @@ class Balancer:
         """
         self._set_cost(model)
         stages = self._over_groups(stages)
-        if replay is None:
+        if replay is None and counts is None:
             live = self._live_stages(stages, num_samples, capacities)
             put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
         if num_samples is not None or capacities is not None:
             raise ValueError(
-                "num_samples and capacities are for live routing: remove them, the replay determines both"
+                "num_samples and capacities are for live routing: remove them, the replay or its counts determine both"
             )
         number, way = self._batch_number, (self.parallel, self._cost, self._way)
         try:
-            return self._prepare_replay(model, optimizer, replay, stages, updates, copies)
+            return self._prepare_replay(model, optimizer, replay, counts, stages, updates, copies)
         except BaseException:
             if self._batch_number == number:
                 self.parallel, self._cost, self._way = way
@@ -423,9 +438,7 @@ class Balancer:
         check_cost(self._cost, model, num_layers=self.num_layers)
         self._cost = with_dtype_of(self._cost, model)
 
-    def _check(
-        self, model: nnx.Module, optimizer: nnx.Optimizer | None, replay: RoutingReplay
-    ) -> Float[np.ndarray, "L E m"]:
+    def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None) -> Float[np.ndarray, "L E m"]:
         """Raise ValueError unless a batch may be prepared now; return the marks of the experts."""
         check_model_homes(model, self._home)
         if optimizer is None and self.trains:
@@ -470,17 +483,25 @@ class Balancer:
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer | None,
-        replay: RoutingReplay,
+        replay: RoutingReplay | None,
+        counts: Batch | None,
         stages: Sequence[Stage],
         updates: Sequence[int] | None,
         copies: Sequence[nnx.Module],
     ) -> tuple[PreparedBatch, ...]:
-        """Plan the stages of a replay, and move the experts. Signals wait while anything changes."""
-        marks = self._check(model, optimizer, replay)
+        """Plan the stages of a replay or its counts, and move the experts. Signals wait while anything changes."""
+        marks = self._check(model, optimizer)
         with jax.profiler.TraceAnnotation("plan"):
-            planned = self._plan_replay(replay, stages, updates)
+            planned = self._plan_replay(replay, counts, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
-            sizes = count_sizes(planned.replay, planned.plans, self._capacities, planned.parallel)
+            sizes = count_sizes(
+                planned.replay,
+                planned.plans,
+                self._capacities,
+                planned.parallel,
+                top_k=planned.top_k,
+                lengths=planned.batch.lengths,
+            )
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
             topology, mesh = self.parallel.topology, self.parallel.mesh
@@ -503,29 +524,43 @@ class Balancer:
         return stage_prices(self._cost, self.parallel, num_stages, updates=updates, sequences=self.sequences)
 
     def _plan_replay(
-        self, replay: RoutingReplay, stages: Sequence[Stage], updates: Sequence[int] | None
+        self,
+        replay: RoutingReplay | None,
+        counts: Batch | None,
+        stages: Sequence[Stage],
+        updates: Sequence[int] | None,
     ) -> _Planned:
-        """Plan a batch from its replay, and check its plans."""
+        """Plan a batch from its replay or its counts, and check its plans."""
         begin, topology = time.perf_counter(), self.parallel.topology
-        replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
-        check_replay_layers(replay, num_experts=topology.num_experts, num_layers=self.num_layers)
-        if self.sequences == "packed":
-            check_aligned_left(np.asarray(replay.mask))
+        size = {"num_experts": topology.num_experts, "num_layers": self.num_layers}
+        if replay is not None:
+            replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
         prices = self._prices(len(stages), updates)
+        if counts is not None:
+            top_k = check_counts(counts, replay, **size)
+            batch = jax.tree.map(np.asarray, counts)
+        else:
+            assert replay is not None
+            check_replay_layers(replay, **size)
+            top_k = replay.expert_ids.shape[-1]
+            batch = count_on_host(replay, self.planner, topology, prices)
+        if replay is None:
+            check_plans_from_counts(self.parallel, top_k)
+        elif self.sequences == "packed":
+            check_aligned_left(np.asarray(replay.mask))
         next_key, key = jax.random.split(self._key)
-        batch = count_on_host(replay, self.planner, topology, prices)
         search = functools.partial(self._search, batch, stages, updates, key)
         plans, state = search()
         if self._way is None and self._cost is not None:
             plans, state = self._choose_way(batch, updates, plans, state, search)
         topology, searched_striped = self.parallel.topology, prices[0].striped
         prices = self._prices(len(stages), updates)
-        parallel = self.parallel.with_striping(replay.expert_ids.shape[-1])
+        parallel = self.parallel.with_striping(top_k)
         if parallel.is_striped or searched_striped:
             plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
-        return _Planned(replay, batch, parallel, stages, prices, plans, state, next_key, seconds)
+        return _Planned(replay, batch, top_k, parallel, stages, prices, plans, state, next_key, seconds)
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -597,10 +632,13 @@ class Balancer:
         """Prepare one stage: its sequences, and its layers on the devices."""
         plan, parallel = planned.plans[number], planned.parallel
         shape = stage_shape(plan, parallel)
-        num_samples, num_tokens = planned.replay.mask.shape
+        lengths, num_samples = np.asarray(planned.batch.lengths), len(planned.batch.lengths)
+        length = planned.batch.sequence_length
+        num_tokens = int(lengths.max(initial=0) if length is None else length)
+        if planned.replay is not None:
+            num_tokens = planned.replay.mask.shape[1]
         layout, model_times = None, None
         if self.sequences == "packed":
-            lengths = planned.replay.mask.sum(1)
             layout = lay_out_sequences(
                 plan.assignment,
                 lengths,
@@ -634,9 +672,10 @@ class Balancer:
             parallel, capacities=sizes.capacities[shape], num_sequences=sequences.samples.shape[1]
         )
         plan = jax.tree.map(functools.partial(replicate, mesh=parallel.mesh), plan)
-        return PreparedBatch(
-            plan, parallel, prepare_replayed(plan, parallel, sequences, planned.replay), host
-        )
+        layers = None
+        if planned.replay is not None:
+            layers = prepare_replayed(plan, parallel, sequences, planned.replay)
+        return PreparedBatch(plan, parallel, layers, host)
 
     def _live_stages(
         self, stages: Sequence[Stage], num_samples: int | None, capacities: Capacities | None

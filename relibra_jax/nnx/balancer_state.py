@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Int, Integer, PyTree
 
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
 from relibra_jax.execution.exchange import KINDS
@@ -32,7 +32,7 @@ from relibra_jax.routing.sizes import (
     grow_capacities,
     with_spare_room,
 )
-from relibra_jax.routing.visits import node_visits
+from relibra_jax.routing.visits import most_visits, node_visits
 
 
 class BalancerState(NamedTuple):
@@ -142,30 +142,42 @@ class BufferSizes(NamedTuple):
 
 
 def count_sizes(
-    replay: RoutingReplay,
+    replay: RoutingReplay | None,
     plans: Sequence[BatchPlan],
     capacities: Mapping[str, Capacities],
     parallel: ExpertParallel,
+    *,
+    top_k: int,
+    lengths: Integer[Array, " B"],
 ) -> BufferSizes:
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
     Args:
-        replay: the routing of all samples, on the host.
+        replay: the routing of all samples, on the host. None bounds visits from above, for layers that are not striped
+            and run in one piece (`relibra_jax.routing.visits.most_visits`).
         plans: the plan of each stage.
         capacities: the buffer sizes of earlier batches by stage shape.
         parallel: the mesh, topology and exchanges with which layers execute the plans.
+        top_k: K, the number of experts of a token.
+        lengths: the number of real tokens of each sample.
     """
     begin, topology = time.perf_counter(), parallel.topology
-    crosses, how = parallel.is_hierarchical(replay.expert_ids.shape[-1]), {"striped": parallel.is_striped}
+    crosses, how = parallel.is_hierarchical(top_k), {"striped": parallel.is_striped}
     grown = dict(capacities)
     visits: list[Int[np.ndarray, "M L P N"] | None] = []
     for plan in plans:
         shape, of_pieces = stage_shape(plan, parallel), list[Any]()
         sizes = grown.get(shape, first_sizes(parallel))
         with on_host():
-            pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
+            pieces: Sequence[tuple[RoutingReplay | None, BatchPlan]] = [(None, plan)]
+            if replay is not None:
+                pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
             for part, part_plan in pieces:
-                visited = np.asarray(node_visits(part, part_plan, topology, **how)) if crosses else None
+                visited = None
+                if crosses and part is not None:
+                    visited = np.asarray(node_visits(part, part_plan, topology, **how))
+                elif crosses:
+                    visited = most_visits(lengths, part_plan, topology)
                 sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))
                 of_pieces.append(visited)
         grown[shape] = sizes

@@ -9,11 +9,13 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.replay import check_replay
-from relibra_jax.contract.types import EMPTY, Array, RoutingReplay
+from relibra_jax.contract.types import EMPTY, Array, RoutingReplay, check_shape
+from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
 from relibra_jax.nnx.variables import ExpertParam
+from relibra_jax.planning.batch import Batch, check_routes
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -99,6 +101,71 @@ def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: 
         raise ValueError(
             f"the replay has {replay.expert_ids.shape[2]} MoE layers, but the Balancer has num_layers={num_layers}:"
             " record every MoE layer of the model, and set num_layers to their number"
+        )
+
+
+def check_counts(batch: Batch, replay: RoutingReplay | None, *, num_experts: int, num_layers: int) -> int:
+    """Check the counts of a batch, and that its sampled routes and its replay, if there are any, belong to them.
+
+    Args:
+        batch: the counts of all samples.
+        replay: the routing of the same samples, of which only shapes and lengths are read.
+        num_experts: E, the number of logical experts of a layer.
+        num_layers: L, the number of MoE layers of the model.
+
+    Returns:
+        K, the number of experts of a token.
+
+    Raises:
+        ValueError: if a shape is wrong, if the tokens of a sample do not all have the same number of copies in every
+            layer, if the sampled routes cannot be of these samples, or if the replay has other samples, layers or
+            lengths.
+    """
+    load, lengths = np.asarray(batch.sample_load), np.asarray(batch.lengths, np.int64)
+    check_shape("counts.sample_load", load.shape, (len(lengths), num_layers, num_experts))
+    if load.min(initial=0) < 0:
+        place = tuple(np.argwhere(load < 0)[0].tolist())
+        raise ValueError(
+            f"counts.sample_load{list(place)} is {load[place]}, but a count must not be negative"
+        )
+    copies, tokens = load.sum(2, dtype=np.int64), int(lengths.sum())
+    top_k = round(int(copies[:, 0].sum()) / max(tokens, 1))
+    if (wrong := copies != top_k * lengths[:, None]).any():
+        sample, layer = np.argwhere(wrong)[0].tolist()
+        raise ValueError(
+            f"counts, sample {sample}, layer {layer}: {lengths[sample]} tokens with {copies[sample, layer]} token"
+            f" copies, but the batch has {top_k} copies a token: sample_load and lengths are of different samples or"
+            " layers"
+        )
+    check_routes(batch)
+    if batch.routes is not None and batch.routes.expert_ids.shape[-1] != top_k:
+        raise ValueError(
+            f"counts.routes has {batch.routes.expert_ids.shape[-1]} experts a token, but its counts {top_k}"
+        )
+    if replay is not None:
+        expected = (len(lengths), replay.mask.shape[1], num_layers, top_k)
+        check_shape("replay.expert_ids", replay.expert_ids.shape, expected)
+        real = np.asarray(replay.mask).sum(1)
+        if (other := real != lengths).any():
+            sample = int(other.argmax())
+            raise ValueError(
+                f"sample {sample}: counts of {lengths[sample]} tokens, but the replay has {real[sample]} real tokens:"
+                " they are of different samples"
+            )
+    return top_k
+
+
+def check_plans_from_counts(parallel: ExpertParallel, top_k: int) -> None:
+    """Raise ValueError if layers run in a way whose loads do not follow from the counts of samples."""
+    if parallel.with_striping(top_k).is_striped:
+        raise ValueError(
+            f"counts alone do not say which of {parallel.topology.ranks_per_node} ranks of a node dispatches a token of"
+            " striped layers: pass the replay too, or set ExpertParallel(striped=False)"
+        )
+    if parallel.pieces > 1:
+        raise ValueError(
+            f"counts alone do not say which of pieces={parallel.pieces} a token travels in: pass the replay too, or set"
+            " ExpertParallel(pieces=1)"
         )
 
 

@@ -133,7 +133,7 @@ def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: Prepar
 
 
 def _push(params: Any, batch: PreparedBatch) -> Residents | None:
-    if batch.layers() is None or not batch.parallel.topology.resident_slots:
+    if not batch.parallel.topology.resident_slots:
         return None
     leaves = _experts(params)
     return push_residents(

@@ -85,7 +85,8 @@ class PreparedBatch:
     def visits(self) -> Int[np.ndarray, "M L P N"] | None:
         """The number of tokens that each rank sends to each node, including its own, on the hierarchical path.
 
-        None on the flat path, for live routing, and under jit.
+        None on the flat path, for live routing, and under jit. Upper bounds if the batch was prepared from counts alone
+        (`relibra_jax.routing.visits.most_visits`).
         """
         return None if self.host is None else self.host.visits
 
@@ -121,8 +122,17 @@ class PreparedBatch:
 
         Scan over them together with the sequences of `to_ranks`. They do not contain the weights of residents, which
         change with every update (`relibra_jax.nnx.accumulate_gradients`).
+
+        Raises:
+            ValueError: if the batch was prepared from counts alone, which have no routes to prepare layers from.
         """
         self.check_current()
+        if self._layers is None and self._batch_plan is not None:
+            raise ValueError(
+                "this batch was prepared from counts alone, so it has no prepared layers: prepare those of each"
+                " micro-batch in the step, from its routes and batch_plan.micro_batch(m)"
+                " (relibra_jax.execution.prepared_layer.prepare_layers), or prepare the batch with its replay"
+            )
         return self._layers
 
     def micro_batch(self, index: Any) -> PreparedLayer | None:

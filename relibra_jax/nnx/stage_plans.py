@@ -75,7 +75,8 @@ def count_on_host(
         topology: the expert-parallel group.
         prices: the price of each stage. Routes are sampled if any of them pays for crossings.
     """
-    return count_for_planner(to_host(replay), planner, topology, prices)
+    with on_host():
+        return count_for_planner(replay, planner, topology, prices)
 
 
 def plan_on_host(
@@ -113,13 +114,18 @@ def plan_on_host(
 
 
 def load_on_host(
-    plans: Sequence[BatchPlan], replay: RoutingReplay, batch: Batch, topology: Topology, *, striped: bool
+    plans: Sequence[BatchPlan],
+    replay: RoutingReplay | None,
+    batch: Batch,
+    topology: Topology,
+    *,
+    striped: bool,
 ) -> tuple[BatchPlan, ...]:
     """Give plans the exact load of striped layers, or of those that are not, on the host.
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        replay: the routing of all samples.
+        replay: the routing of all samples; None only if layers are not striped.
         batch: the counts of the samples.
         topology: the expert-parallel group.
         striped: whether layers are striped.
@@ -127,16 +133,12 @@ def load_on_host(
     with on_host():
         plans = to_host(tuple(plans))
         loaded = [
-            _with_striped_load(plan, replay, topology)
-            if striped
-            else plan._replace(load=_assigned_load(batch.sample_load, plan.assignment))
+            with_striped_load(plan, replay, topology)
+            if striped and replay is not None
+            else plan._replace(load=assigned_load(batch.sample_load, plan.assignment))
             for plan in plans
         ]
     return tuple(jax.device_get(loaded))
-
-
-_with_striped_load = jax.jit(with_striped_load, static_argnames="topology")
-_assigned_load = jax.jit(assigned_load)
 
 
 def check_plans(

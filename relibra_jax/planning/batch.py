@@ -1,6 +1,5 @@
 """What is known of a batch before it runs: token counts of each sample, and the routes of sampled tokens."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, RoutingR
 from relibra_jax.planning.routes import Routes, sample_routes
 from relibra_jax.planning.transitions import count_transitions
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import INT32_MAX
 
 
 class Batch(NamedTuple):
@@ -43,7 +43,10 @@ class Batch(NamedTuple):
 def count_batch(
     replay: RoutingReplay, topology: Topology, *, with_routes: bool = True, with_transitions: bool = False
 ) -> Batch:
-    """Count what planning needs from the routing replay of a batch. The function is compiled, and works under jit.
+    """Count what planning needs from the routing replay of a batch.
+
+    Routes are counted sample by sample in their own dtype, so that this takes little more memory than the counts, also
+    if the ids are a memory-mapped array. The function works under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.contract.replay.check_replay` accepts.
@@ -60,13 +63,69 @@ def count_batch(
     >>> batch.sample_load[:, 0].tolist(), batch.lengths.tolist()
     ([[8, 0, 0, 0], [5, 0, 0, 0]], [8, 5])
     """
-    counts = _count(
-        replay,
-        num_experts=topology.num_experts,
-        with_routes=with_routes,
-        with_transitions=with_transitions,
+    mask = replay.mask
+    return Batch(
+        sample_load(replay, num_experts=topology.num_experts),
+        mask.sum(1, dtype=np.int32),
+        sample_routes(replay) if with_routes else None,
+        count_transitions(replay, num_experts=topology.num_experts) if with_transitions else None,
+        sequence_length=float(mask.shape[1]),
     )
-    return counts._replace(sequence_length=float(replay.mask.shape[1]))
+
+
+@checks_arguments
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Join the counts of several workers to those of the whole batch, whose samples follow one another.
+
+    Args:
+        parts: the counts of each worker, ``Batch(*sample_counts(...))`` of `relibra_jax.sample_counts`, in the order of
+            the samples in the batch. Either all of them have routes, or none.
+
+    Returns:
+        The counts of the whole batch, as NumPy arrays, with the routes numbered by its samples.
+
+    Raises:
+        ValueError: if there are no parts, if their numbers of layers or experts differ, if only some have routes, or if
+            the routes of a part do not belong to its counts (`check_routes`).
+
+    >>> routes = Routes(np.array([[[1]]]), np.array([0]))
+    >>> part = Batch(np.array([[[0, 3]]], np.uint8), np.array([3]), routes)
+    >>> batch = join_batches([part, part])
+    >>> batch.sample_load.tolist(), batch.lengths.tolist(), batch.routes.sample.tolist()
+    ([[[0, 3]], [[0, 3]]], [3, 3], [0, 1])
+    """
+    if not parts:
+        raise ValueError("parts must have at least one batch")
+    for number, part in enumerate(parts):
+        samples = len(part.lengths)
+        check_shape(
+            f"parts[{number}]: sample_load",
+            part.sample_load.shape,
+            (samples, *parts[0].sample_load.shape[1:]),
+        )
+        if (part.routes is None) != (parts[0].routes is None):
+            raise ValueError(
+                f"parts[0] and parts[{number}]: only one of them has routes; sample all workers or none"
+            )
+        check_routes(part)
+    starts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+    routes = [
+        Routes(
+            np.asarray(part.routes.expert_ids),
+            np.where(part.routes.sample == EMPTY, EMPTY, part.routes.sample + start),
+        )
+        for part, start in zip(parts, starts[:-1], strict=True)
+        if part.routes is not None
+    ]
+    transitions = [part.transitions for part in parts if part.transitions is not None]
+    lengths = [part.sequence_length for part in parts if part.sequence_length is not None]
+    return Batch(
+        np.concatenate([part.sample_load for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        jax.tree.map(lambda *leaves: np.concatenate(leaves), *routes) if routes else None,
+        jax.tree.map(lambda *leaves: sum(leaves), *transitions) if len(transitions) == len(parts) else None,
+        max(map(float, lengths)) if len(lengths) == len(parts) else None,
+    )
 
 
 def count_for_planner(
@@ -92,16 +151,6 @@ def may_be_positive(value: Array | float) -> bool:
     return isinstance(value, jax.core.Tracer) or float(value) > 0
 
 
-@functools.partial(jax.jit, static_argnames=("num_experts", "with_routes", "with_transitions"))
-def _count(replay: RoutingReplay, *, num_experts: int, with_routes: bool, with_transitions: bool) -> Batch:
-    return Batch(
-        sample_load(replay, num_experts=num_experts),
-        jnp.asarray(replay.mask).sum(1, dtype=jnp.int32),
-        sample_routes(replay) if with_routes else None,
-        count_transitions(replay, num_experts=num_experts) if with_transitions else None,
-    )
-
-
 def widen_counts(batch: Batch, topology: Topology) -> Batch:
     """Convert counts to int32, so that sums over samples do not overflow the small integers that workers send.
 
@@ -114,13 +163,71 @@ def widen_counts(batch: Batch, topology: Topology) -> Batch:
 
     Raises:
         ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``lengths`` and E the experts of the
-            topology, or ``predicted_load`` has another shape.
+            topology, if ``predicted_load`` has another shape, or if int32 cannot hold a count.
     """
-    load, lengths = jnp.asarray(batch.sample_load, jnp.int32), jnp.asarray(batch.lengths, jnp.int32)
+    load, lengths = _to_int32("sample_load", batch.sample_load), _to_int32("lengths", batch.lengths)
     check_shape("sample_load", load.shape, (len(lengths), *load.shape[1:2], topology.num_experts))
     if batch.predicted_load is not None:
         check_shape("predicted_load", batch.predicted_load.shape, load.shape)
     return batch._replace(sample_load=load, lengths=lengths)
+
+
+def _to_int32(name: str, counts: Integer[Array, "*counts"]) -> Int[jax.Array, "*counts"]:
+    if counts.size and not isinstance(counts, jax.core.Tracer) and np.iinfo(counts.dtype).max > INT32_MAX:
+        place = np.unravel_index(np.argmax(counts), counts.shape)
+        if counts[place] > INT32_MAX:
+            raise ValueError(
+                f"{name}{list(map(int, place))} is {counts[place]}, but a count of a sample must be at most {INT32_MAX}"
+                " (int32)"
+            )
+    return jnp.asarray(counts, jnp.int32)
+
+
+def check_routes(batch: Batch) -> None:
+    """Raise ValueError unless the sampled routes of a batch can be of the samples that it counts.
+
+    A sampled token is one of the tokens of its sample, so the counts of that sample have a token copy for each of its
+    experts. Of many tokens, about 2,048 at even distances are compared with the counts: on recorded routing, 0.4% of
+    the ids of a token have no copy in another sample. Traced values are not checked.
+
+    Args:
+        batch: the batch.
+
+    Raises:
+        ValueError: if the routes have another number of layers than the counts, if a sample or an expert does not
+            exist, or if a token uses an expert of which its sample has no token copy.
+
+    >>> check_routes(Batch(np.array([[[0, 3]]]), np.array([3]), Routes(np.array([[[0]]]), np.array([0]))))
+    Traceback (most recent call last):
+    ValueError: routes, token 0 of 1: it is of sample 0 and uses expert 0 in layer 0, where that sample has no token \
+copy: the routes are of other samples or layers than the counts
+    """
+    if batch.routes is None or any(
+        isinstance(leaf, jax.core.Tracer) for leaf in (batch.sample_load, *batch.routes)
+    ):
+        return
+    load, ids, sample = map(np.asarray, (batch.sample_load, *batch.routes))
+    samples, layers, experts = load.shape
+    check_shape("routes.expert_ids", ids.shape, (len(sample), layers, *ids.shape[2:]))
+    for name, values, least, most in (("sample", sample, EMPTY, samples), ("expert_ids", ids, 0, experts)):
+        wrong = (values < least) | (values >= most)
+        if wrong.any():
+            place = tuple(np.argwhere(wrong)[0].tolist())
+            raise ValueError(
+                f"routes.{name}{list(place)} is {values[place]}, but must be in {least}..{most - 1}"
+            )
+    token = np.flatnonzero(sample != EMPTY)
+    token = token[:: -(-len(token) // 2048) or 1]
+    for layer in range(layers):
+        used = ids[token, layer]
+        missing = load[sample[token][:, None], layer, used] == 0
+        if missing.any():
+            row, k = np.argwhere(missing)[0].tolist()
+            raise ValueError(
+                f"routes, token {token[row]} of {len(sample)}: it is of sample {sample[token[row]]} and uses expert"
+                f" {used[row, k]} in layer {layer}, where that sample has no token copy: the routes are of other"
+                " samples or layers than the counts"
+            )
 
 
 def check_counts(batch: Batch, starts: Sequence[Assignment], topology: Topology) -> None:

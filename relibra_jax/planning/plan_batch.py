@@ -25,7 +25,14 @@ from relibra_jax.contract.types import (
     check_shape,
 )
 from relibra_jax.planning.assignment import Assign
-from relibra_jax.planning.batch import Batch, check_counts, count_for_planner, may_be_positive, widen_counts
+from relibra_jax.planning.batch import (
+    Batch,
+    check_counts,
+    check_routes,
+    count_for_planner,
+    may_be_positive,
+    widen_counts,
+)
 from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.striping import with_striped_load
@@ -148,8 +155,9 @@ def plan_batch(
             stage, if the samples of a stage are not consecutive samples of the batch, if loads are predicted for a
             planner without ``uses_predictions``, if an assignment or ``start``
             does not fit the topology, if ``state`` is not the planner's, if ``cost`` does not have one entry per stage,
-            has stages that differ in path or striping, or has a negative price, if ``rounds`` is negative, or if the
-            planner or ``assign`` rejects its input.
+            has stages that differ in path or striping, or has a negative price, if ``rounds`` is negative, if int32
+            cannot hold a count, if routes do not belong to the counts (`relibra_jax.planning.batch.check_routes`), or
+            if the planner or ``assign`` rejects its input.
 
     >>> import numpy as np
     >>> from relibra_jax import relibra
@@ -177,6 +185,8 @@ def plan_batch(
             "predicted_load is given, but the planner does not plan from predictions; use eplb() or lplb() with"
             " loads='true', or leave predicted_load out"
         )
+    if replay is None:
+        check_routes(batch)
     _check_state(state, planner, batch.sample_load.shape[1], topology)
     check_integer("rounds", rounds, least=0)
     if start is not None:

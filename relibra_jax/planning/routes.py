@@ -4,15 +4,14 @@ A few thousand tokens are enough to estimate the number of distinct tokens that 
 layer is then known to about 1%.
 """
 
-import functools
-from typing import Final, NamedTuple
+from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+import numpy as np
 
-from relibra_jax.contract.planner import PlacedRoutes
-from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay
+from relibra_jax.contract.planner import PlacedRoutes, Routes
+from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay
 from relibra_jax.support.limits import check_integer
 
 TOKENS: Final = 16_384
@@ -21,19 +20,10 @@ MOST_TOKENS: Final = 46_340
 """The most tokens that may be sampled; the square of this number fits int32, in which sample positions are computed."""
 
 
-class Routes(NamedTuple):
-    """Sampled tokens of a batch, identified by their samples, so they do not depend on the assignment of samples."""
-
-    expert_ids: Int[Array, "Q L K"]
-    """The logical expert ids of Q tokens."""
-    sample: Int[Array, " Q"]
-    """The sample to which each token belongs; EMPTY if the batch has no tokens."""
-
-
 def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     """Take tokens of a batch at even distances, so every sample is represented in proportion to its length.
 
-    Works under jit, and uses no random numbers.
+    Works under jit, and uses no random numbers. Only the routes that are taken are read.
 
     Args:
         replay: the routing of all samples of the batch.
@@ -43,21 +33,34 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
         The sampled tokens with their experts.
 
     Raises:
-        ValueError: if ``count`` is not an integer from 1 to `MOST_TOKENS`.
+        ValueError: if ``count`` is not an integer from 1 to `MOST_TOKENS`, or under jit if int32 cannot number the
+            token positions of the batch.
 
-    >>> import numpy as np
     >>> replay = RoutingReplay(np.arange(6).reshape(2, 3, 1, 1), np.array([[True, True, False], [True, True, True]]))
     >>> routes = sample_routes(replay, count=5)
     >>> routes.expert_ids.ravel().tolist(), routes.sample.tolist()
     ([0, 1, 3, 4, 5], [0, 0, 1, 1, 1])
     """
     check_integer("count", count, least=1, most=MOST_TOKENS)
-    return _sample(replay, count)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in replay):
+        return _sample(replay, count)
+    ids, mask = map(np.asarray, replay)
+    lengths = mask.sum(1, dtype=np.int64)
+    ends, total = np.cumsum(lengths), int(lengths.sum())
+    if not total:
+        return Routes(np.zeros((count, *ids.shape[2:]), ids.dtype), np.full(count, EMPTY, np.int32))
+    token = np.arange(count) * total // count
+    sample = np.searchsorted(ends, token, side="right")
+    position = token - (ends - lengths)[sample]
+    numbers, starts = np.unique(sample, return_index=True)
+    for number, part in zip(numbers, np.split(position, starts[1:]), strict=True):
+        part[:] = np.flatnonzero(mask[number])[part]
+    return Routes(ids[sample, position], sample.astype(np.int32))
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _sample(replay: RoutingReplay, count: int) -> Routes:
     mask = jnp.asarray(replay.mask)
+    check_integer("token positions of a replay under jit, B * T", mask.size, least=0)
     counts = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
     total = counts[-1]
     # The n-th token of the batch is where the count first reaches n + 1. Quotient and remainder avoid int32 overflow.
@@ -80,7 +83,6 @@ def place_routes(routes: Routes, assignment: Assignment) -> PlacedRoutes:
     Returns:
         The sampled tokens with their micro-batches and ranks; both are EMPTY for tokens of unassigned samples.
 
-    >>> import numpy as np
     >>> routes = Routes(np.zeros((3, 1, 1), np.uint8), np.array([1, 0, 1]))
     >>> placed = place_routes(routes, Assignment(np.array([[[[1]], [[-1]]], [[[-1]], [[0]]]])))
     >>> placed.micro_batch.tolist(), placed.rank.tolist()

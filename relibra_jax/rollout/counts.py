@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from relibra_jax.contract.planner import Routes
+from relibra_jax.contract.replay import count_copies, id_dtype
 from relibra_jax.contract.types import Array
 from relibra_jax.rollout.expected import expect
 from relibra_jax.rollout.rows import read_rows
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import check_integer
 
 
 @checks_arguments
@@ -29,30 +32,37 @@ def sample_counts(
     start: int | Sequence[int] | Int[Array, "B"] | None = None,
     fill: str | None = None,
     live_routing: Callable[[np.ndarray], Array] | None = None,
-) -> tuple[Integer[np.ndarray, "B L E"], Int[np.ndarray, " B"]]:
+    every: int | None = None,
+) -> tuple[Integer[np.ndarray, "B L E"], Int[np.ndarray, " B"], Routes | None]:
     """Count the token copies that every sample sends to every expert, from the recording of an engine.
 
     The result equals `relibra_jax.sample_load` of the replay that `relibra_jax.replay_from_rollout` reads, with the
-    same checks. The function uses NumPy alone and no device, so a rollout worker can call it.
+    same checks. The function uses NumPy alone and no device, so a rollout worker can call it. It decodes, checks and
+    counts one sample at a time in the dtype of the recording, and widens the ids of one layer of it, so its memory does
+    not grow with the number of samples, but for its result.
 
     Args:
         source, layout, mask, num_experts, top_k, num_layers, moe_layers, start, fill, live_routing: as in
             `relibra_jax.replay_from_rollout`, for the samples of this worker.
+        every: the distance at which real tokens are taken as a sample of the routes, the same for all workers: the
+            tokens of the batch divided by the 16,384 that planning needs. An odd number does not fall on the same
+            positions of samples of equal length. None takes none; planning for crossings needs some.
 
     Returns:
-        The load ``[B, L, E]`` in token copies, and the number of tokens ``[B]`` of each sample, int32; both are
-        arguments of `relibra_jax.Batch`. The load has the smallest of uint8, uint16 and int32 that can count the
-        tokens of the longest sample, which is enough because no token has an expert twice. The loads of several workers
-        can be concatenated.
+        The load ``[B, L, E]`` in token copies, the number of tokens ``[B]`` of each sample, int32, and the sampled
+        routes in the smallest dtype; ``Batch(*sample_counts(...))`` is a `relibra_jax.Batch` of the worker's samples,
+        and `relibra_jax.join_batches` joins those of several workers. The load has the smallest of uint8, uint16 and
+        int32 that can count the tokens of the longest sample, which is enough because no token has an expert twice.
 
     Raises:
-        ValueError: under the conditions of `relibra_jax.replay_from_rollout`.
+        ValueError: under the conditions of `relibra_jax.replay_from_rollout`, or if ``every`` is below 1.
 
     >>> rows = np.array([[[0, 1]], [[3, 1]]])  # 2 tokens, 1 layer, top-2
     >>> mask = np.array([[False, True, True]])
-    >>> load, tokens = sample_counts([rows], layout="vllm", mask=mask, num_experts=4, top_k=2, num_layers=1)
-    >>> load.tolist(), load.dtype, tokens.tolist()
-    ([[[1, 2, 0, 1]]], dtype('uint8'), [2])
+    >>> model = {"num_experts": 4, "top_k": 2, "num_layers": 1}
+    >>> load, tokens, routes = sample_counts([rows], layout="vllm", mask=mask, every=2, **model)
+    >>> load.tolist(), load.dtype, tokens.tolist(), routes.expert_ids.tolist(), routes.sample.tolist()
+    ([[[1, 2, 0, 1]]], dtype('uint8'), [2], [[[0, 1]]], [0])
     """
     expected = expect(
         mask,
@@ -62,17 +72,21 @@ def sample_counts(
         moe_layers=moe_layers,
         start=start,
     )
-    rows = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
-    layers, longest = rows.shape[1], max(expected.tokens, default=0)
-    load = np.zeros((len(expected.tokens), layers, num_experts), _load_dtype(longest))
-    first = 0
-    for sample, tokens in enumerate(expected.tokens):
-        # A histogram per layer is 20 times as fast as np.add.at, and needs no 64-bit offsets of ids.
-        for layer in range(layers):
-            ids = rows[first : first + tokens, layer].ravel()
-            load[sample, layer] = np.bincount(ids, minlength=num_experts)
-        first += tokens
-    return load, np.array(expected.tokens, np.int32)
+    if every is not None:
+        check_integer("every", every, least=1)
+    shape = (len(expected.tokens), len(expected.moe_layers), num_experts)
+    load = np.zeros(shape, _load_dtype(max(expected.tokens, default=0)))
+    samples = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
+    taken = [np.zeros((0, *shape[1:2], top_k), id_dtype(num_experts))]
+    numbers, first = [np.zeros(0, np.int32)], 0
+    for sample, rows in enumerate(samples):
+        load[sample] = count_copies(rows, num_experts=num_experts)
+        if every is not None:
+            taken.append(rows[-first % every :: every].astype(taken[0].dtype))
+            numbers.append(np.full(len(taken[-1]), sample, np.int32))
+        first += len(rows)
+    routes = None if every is None else Routes(np.concatenate(taken), np.concatenate(numbers))
+    return load, np.array(expected.tokens, np.int32), routes
 
 
 def _load_dtype(tokens: int) -> np.dtype:

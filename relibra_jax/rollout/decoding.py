@@ -4,7 +4,7 @@ A placeholder route is one that a trainer writes for a token that the engine did
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,32 +17,43 @@ from relibra_jax.rollout.payload import Recorded, integers, sequence
 class Layout(NamedTuple):
     """The decoder of one layout."""
 
-    decode: Callable[[Any, Expected], list[Recorded]]
-    """``(source, expected) -> rows of each sample``. It raises ValueError if it cannot read the source."""
+    decode: Callable[[Any, Expected], Iterable[Recorded]]
+    """``(source, expected) -> rows of each sample``, decoded one by one if the layout keeps samples apart. It raises
+    ValueError if it cannot read the source."""
     moe_only: bool = False
     """True if recordings of the layout have rows of MoE layers alone, never of dense layers."""
 
 
-def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[Any, Expected], list[Recorded]]:
+def per_sample(
+    decode: Callable[[Any, Expected, int], Recorded],
+) -> Callable[[Any, Expected], Iterator[Recorded]]:
     """Build a decoder of a sequence of samples from a decoder of one.
 
     Args:
         decode: ``(item, expected, sample) -> rows``, where ``sample`` is the index of the item in the batch.
     """
 
-    def decode_all(source: Any, expected: Expected) -> list[Recorded]:
-        items, samples = list(sequence(source, of="samples as the source")), len(expected.mask)
-        if len(items) != samples:
-            raise ValueError(f"the source has {len(items)} samples, but the mask has {samples}")
-        recorded = []
+    def decode_all(source: Any, expected: Expected) -> Iterator[Recorded]:
+        items, samples = sequence(source, of="samples as the source"), len(expected.mask)
+        if isinstance(items, Sized):
+            _check_count(len(items), samples)
+        count = 0
         for sample, item in enumerate(items):
+            count += 1
+            if count > samples:
+                continue
             try:
-                recorded.append(decode(item, expected, sample))
+                yield decode(item, expected, sample)
             except ValueError as error:
                 raise ValueError(f"sample {sample}: {error}") from error
-        return recorded
+        _check_count(count, samples)
 
     return decode_all
+
+
+def _check_count(items: int, samples: int) -> None:
+    if items != samples:
+        raise ValueError(f"the source has {items} samples, but the mask has {samples}")
 
 
 def array(item: Any, expected: Expected, sample: int) -> Recorded:
@@ -50,15 +61,15 @@ def array(item: Any, expected: Expected, sample: int) -> Recorded:
     return Recorded(integers(item, ndim=3), None)
 
 
-def grid(source: Any, expected: Expected) -> list[Recorded]:
+def grid(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read an array ``[B, T, layers, K]`` whose tokens are at the same positions as in the mask."""
     ids, mask = integers(source, ndim=4), expected.mask
     if ids.shape[:2] != mask.shape:
         raise ValueError(f"expected {list(mask.shape)} samples and tokens, found {list(ids.shape[:2])}")
-    return [Recorded(sample[real], 0) for sample, real in zip(ids, mask, strict=True)]
+    return (Recorded(sample[real], 0) for sample, real in zip(ids, mask, strict=True))
 
 
-def layers_first(source: Any, expected: Expected) -> list[Recorded]:
+def layers_first(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read an array ``[B, layers, T, K]`` whose tokens are at the same positions as in the mask."""
     return grid(np.moveaxis(integers(source, ndim=4), 1, 2), expected)
 

@@ -1,6 +1,6 @@
 """Decoders for the routed experts that inference engines return: SGLang, vLLM over HTTP, and transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | Non
     )
 
 
-def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
+def vllm_http(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read HTTP responses of vLLM, whose choices are the samples."""
     samples: list[tuple[Any, Any]] = []
     for response in sequence(source, of="responses as the source"):
@@ -72,7 +72,7 @@ def _prompt_and_generated(fields: tuple[Any, Any], expected: Expected, sample: i
     return Recorded(np.concatenate(parts), None)
 
 
-def transformers(source: Any, expected: Expected) -> list[Recorded]:
+def transformers(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read a ``MoERouting``, its ``selected_experts``, or a mapping from layers to arrays, for every position of the
     mask."""
     layers = getattr(source, "selected_experts", source)

@@ -90,7 +90,8 @@ def replay_from_rollout(
         moe_layers=moe_layers,
         start=start,
     )
-    rows = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
-    ids = np.zeros((*expected.mask.shape, *rows.shape[1:]), id_dtype(num_experts))
-    ids[expected.mask] = rows
+    ids = np.zeros((*expected.mask.shape, len(expected.moe_layers), top_k), id_dtype(num_experts))
+    samples = read_rows(source, expected, layout=layout, fill=fill, live_routing=live_routing)
+    for sample, rows in enumerate(samples):
+        ids[sample, expected.mask[sample]] = rows
     return RoutingReplay(ids, expected.mask)

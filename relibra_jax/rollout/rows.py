@@ -5,20 +5,30 @@ warning is logged.
 """
 
 import difflib
+import itertools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from relibra_jax.contract.replay import IMPLAUSIBLE_BITS, find_fault, locate, outside
+from relibra_jax.contract.replay import IMPLAUSIBLE_BITS, find_fault, find_unused_layer, locate, outside
 from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.rollout.expected import Expected
 from relibra_jax.rollout.layouts import LAYOUTS
 from relibra_jax.rollout.payload import ASK_FOR_START, Recorded
 
 LOGGER = logging.getLogger("relibra_jax")
+
+
+class _Sample(NamedTuple):
+    """The checked routes of one sample."""
+
+    rows: np.ndarray
+    """``[tokens, L, K]`` integers in the dtype of the recording, or in a signed one that holds EMPTY."""
+    missing: np.ndarray
+    """``[tokens, L]`` bool, True where a route is missing. The rows are checked in all other places."""
 
 
 def read_rows(
@@ -28,8 +38,11 @@ def read_rows(
     layout: str,
     fill: str | None,
     live_routing: Callable[[np.ndarray], Array] | None,
-) -> np.ndarray:
-    """Read the routes of all real tokens; the arguments are those of `replay_from_rollout`.
+) -> Iterator[np.ndarray]:
+    """Read the routes of all real tokens, sample after sample; the arguments are those of `replay_from_rollout`.
+
+    A sample is decoded and checked when it is asked for, so that reading takes the memory of one sample besides the
+    source. Only where missing routes are filled, all samples are read first.
 
     Args:
         source: the recording, in the form of the layout.
@@ -39,10 +52,10 @@ def read_rows(
         live_routing: the function that returns missing routes, for ``fill="live"`` alone.
 
     Returns:
-        ``[tokens, L, K]`` integers, sample after sample; every row is K different logical experts.
+        ``[tokens, L, K]`` integers of each sample; every row is K different logical experts.
 
     Raises:
-        ValueError: under the conditions of `replay_from_rollout`.
+        ValueError: under the conditions of `replay_from_rollout`, some of them only after the last sample.
     """
     if layout not in LAYOUTS:
         nearest = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0)[0]
@@ -52,38 +65,67 @@ def read_rows(
     if (fill is None) != (live_routing is None):
         present, lacking = ("fill='live'", "live_routing") if fill else ("live_routing", "fill='live'")
         raise ValueError(f"{present} is given without {lacking}, but filling missing routes needs both")
+    samples = _check_samples(source, expected, layout)
+    if live_routing is None:
+        return _name_layout(layout, _complete(samples, expected))
+    return _filled(_name_layout(layout, samples), expected, layout, live_routing)
+
+
+def _name_layout[T](layout: str, parts: Iterator[T]) -> Iterator[T]:
+    """Yield the parts; their errors name the layout."""
     try:
-        decode, moe_only = LAYOUTS[layout]
-        rows = _gather(decode(source, expected), expected, moe_only=moe_only)
-        missing = _missing(rows, expected)
-        _check_rows(rows, ~missing.any(axis=1), expected)
-        if live_routing is None:
-            _check_complete(rows, missing, expected)
+        yield from parts
     except ValueError as error:
         raise ValueError(f"layout {layout!r}: {error}") from error
-    if live_routing is None or not missing.any():
-        return rows
-    rows = _fill(rows, missing, expected, live_routing)
-    _warn_of_filled_tokens(missing.any(axis=1), expected, layout)
-    return rows
 
 
-def _gather(recorded: list[Recorded], expected: Expected, *, moe_only: bool) -> np.ndarray:
-    """Collect the rows of all real tokens, ``[tokens, L, K]`` in a signed dtype; EMPTY for missing routes."""
-    # A dtype that can hold EMPTY. Values are checked in the dtype of the recording, before a cast could overflow.
-    dtype = np.int16 if expected.num_experts <= 1 << 15 else np.int64
-    gathered = np.full((sum(expected.tokens), len(expected.moe_layers), expected.top_k), EMPTY, dtype)
-    first = 0
-    for sample, (recording, tokens) in enumerate(zip(recorded, expected.tokens, strict=True)):
-        start = _first_token(recording, sample, expected)
-        if len(recording.rows):
-            rows = _moe_rows(recording.rows, sample, expected, moe_only=moe_only)
-            if rows.min() < EMPTY or rows.max() >= expected.num_experts:
-                row, layer, k = np.argwhere((rows < EMPTY) | (rows >= expected.num_experts))[0].tolist()
-                problem = outside(int(rows[row, layer, k]), expected.num_experts)
-                raise ValueError(f"{_where(first + start + row, layer, expected)}: {problem}")
-            gathered[first + start : first + start + len(rows)] = rows
+def _check_samples(source: Any, expected: Expected, layout: str) -> Iterator[_Sample]:
+    """Decode and check the samples of a recording; missing routes are only marked."""
+    decode, moe_only = LAYOUTS[layout]
+    layers = len(expected.moe_layers)
+    used, routed = np.zeros(layers, bool), np.zeros(layers, bool)
+    first, checked, first_routed = 0, 0, -1
+    for sample, (recording, tokens) in enumerate(zip(decode(source, expected), expected.tokens, strict=True)):
+        rows = _rows_of(recording, sample, first, expected, moe_only=moe_only)
+        missing = _missing(rows, first, expected)
+        complete = ~missing.any(axis=1)
+        _check_rows(rows, complete, first, expected)
+        yield _Sample(rows, missing)
+        if expected.top_k == 1:  # with more experts of a token, a layer of zeros is a fault of any sample
+            used |= (rows.any(axis=-1) & complete[:, None]).any(axis=0)
+        routed |= (~missing).any(axis=0)
+        checked += int(complete.sum())
+        for row in np.flatnonzero(~missing.all(axis=1))[:1].tolist():
+            first_routed = first + row if first_routed < 0 else first_routed
         first += tokens
+    for layer in np.flatnonzero(~routed).tolist() if first_routed >= 0 else []:
+        raise ValueError(
+            f"{_where(first_routed, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
+        )
+    if expected.top_k == 1 and (fault := find_unused_layer(used, checked, num_experts=expected.num_experts)):
+        layer, problem = fault
+        raise ValueError(f"{_where(0, layer, expected)}: {problem}")
+
+
+def _rows_of(
+    recording: Recorded, sample: int, first: int, expected: Expected, *, moe_only: bool
+) -> np.ndarray:
+    """Return the rows of all real tokens of a sample, ``[tokens, L, K]``; EMPTY for missing routes."""
+    tokens, start = expected.tokens[sample], _first_token(recording, sample, expected)
+    rows = recording.rows
+    if len(rows):
+        rows = _moe_rows(rows, sample, expected, moe_only=moe_only)
+        if rows.min() < EMPTY or rows.max() >= expected.num_experts:
+            row, layer, k = np.argwhere((rows < EMPTY) | (rows >= expected.num_experts))[0].tolist()
+            problem = outside(int(rows[row, layer, k]), expected.num_experts)
+            raise ValueError(f"{_where(first + start + row, layer, expected)}: {problem}")
+        if len(rows) == tokens:
+            return rows
+    # A dtype that can hold EMPTY. Values were checked in the dtype of the recording, before a cast could overflow.
+    dtype = np.int16 if expected.num_experts <= 1 << 15 else np.int64
+    gathered = np.full((tokens, len(expected.moe_layers), expected.top_k), EMPTY, dtype)
+    if len(rows):
+        gathered[start : start + len(rows)] = rows
     return gathered
 
 
@@ -125,47 +167,74 @@ def _moe_rows(rows: np.ndarray, sample: int, expected: Expected, *, moe_only: bo
     return rows[:, list(moe_layers)]
 
 
-def _missing(rows: np.ndarray, expected: Expected) -> np.ndarray:
-    """Mark missing routes, ``[tokens, L]``: rows of EMPTY, and tokens with zeros in every layer.
+def _missing(rows: np.ndarray, first: int, expected: Expected) -> np.ndarray:
+    """Mark missing routes of a sample, ``[tokens, L]``: rows of EMPTY, and tokens with zeros in every layer.
 
     Zeros in every layer are not a route if K > 1, because they repeat expert 0. If K = 1 they count as missing unless
     chance explains them (`IMPLAUSIBLE_BITS`).
     """
-    empty = rows == EMPTY
-    missing = empty.all(axis=-1)
-    for row, layer in np.argwhere(empty.any(axis=-1) & ~missing).tolist():
-        raise ValueError(f"{_where(row, layer, expected)}: expert id {EMPTY} in {rows[row, layer].tolist()}")
-    recorded = ~missing.all(axis=1)
-    for layer in np.flatnonzero(missing[recorded].all(axis=0) & recorded.any()).tolist():
-        row = int(np.flatnonzero(recorded)[0])
-        raise ValueError(
-            f"{_where(row, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
-        )
+    missing = np.zeros(rows.shape[:2], bool)
+    if rows.dtype.kind == "i":
+        empty = rows == EMPTY
+        missing = empty.all(axis=-1)
+        for row, layer in np.argwhere(empty.any(axis=-1) & ~missing).tolist():
+            raise ValueError(
+                f"{_where(first + row, layer, expected)}: expert id {EMPTY} in {rows[row, layer].tolist()}"
+            )
     if expected.top_k > 1 or rows.shape[1] * math.log2(expected.num_experts) > IMPLAUSIBLE_BITS:
         missing |= ~rows.any(axis=(1, 2))[:, None]
     return missing
 
 
-def _check_rows(rows: np.ndarray, chosen: np.ndarray, expected: Expected) -> None:
+def _check_rows(rows: np.ndarray, chosen: np.ndarray, first: int, expected: Expected) -> None:
     if fault := find_fault(rows if chosen.all() else rows[chosen], num_experts=expected.num_experts):
         row, layer, problem = fault
-        raise ValueError(f"{_where(int(np.flatnonzero(chosen)[row]), layer, expected)}: {problem}")
+        place = _where(first + int(np.flatnonzero(chosen)[row]), layer, expected)
+        raise ValueError(f"{place}: {problem}")
 
 
-def _check_complete(rows: np.ndarray, missing: np.ndarray, expected: Expected) -> None:
-    for row, layer in np.argwhere(missing)[:1].tolist():
-        sample, token = locate(expected.mask, row)
-        if not rows[row].any():
-            reason = "only zeros: a prefix-cached or padding token?"
-        elif token == np.flatnonzero(expected.mask[sample])[-1]:
-            reason = "engines do not route the last token"
-        else:
-            reason = "not recorded"
-        tokens = int(missing.any(axis=1).sum())
+def _complete(samples: Iterator[_Sample], expected: Expected) -> Iterator[np.ndarray]:
+    """Yield the rows of samples; raise after the last one if any of them lacks a route."""
+    problem, lacking, first = "", 0, 0
+    for rows, missing in samples:
+        for row, layer in np.argwhere(missing)[:1].tolist():
+            problem = problem or _describe_missing(rows[row], first + row, layer, expected)
+        lacking, first = lacking + int(missing.any(axis=1).sum()), first + len(rows)
+        if not problem:
+            yield rows
+    if problem:
         raise ValueError(
-            f"{_where(row, layer, expected)}: no route ({reason}); {tokens} of {len(rows)} tokens have none;"
-            " fill='live' fills them by live_routing"
+            f"{problem}; {lacking} of {first} tokens have none; fill='live' fills them by live_routing"
         )
+
+
+def _describe_missing(route: np.ndarray, row: int, layer: int, expected: Expected) -> str:
+    sample, token = locate(expected.mask, row)
+    if not route.any():
+        reason = "only zeros: a prefix-cached or padding token?"
+    elif token == np.flatnonzero(expected.mask[sample])[-1]:
+        reason = "engines do not route the last token"
+    else:
+        reason = "not recorded"
+    return f"{_where(row, layer, expected)}: no route ({reason})"
+
+
+def _filled(
+    samples: Iterator[_Sample],
+    expected: Expected,
+    layout: str,
+    live_routing: Callable[[np.ndarray], Array],
+) -> Iterator[np.ndarray]:
+    """Yield the rows of all samples with the missing routes of ``live_routing``."""
+    parts = list(samples)
+    if not any(part.missing.any() for part in parts):
+        yield from (part.rows for part in parts)
+        return
+    rows, missing = map(np.concatenate, zip(*parts, strict=True))
+    rows = _fill(rows, missing, expected, live_routing)
+    _warn_of_filled_tokens(missing.any(axis=1), expected, layout)
+    ends = itertools.accumulate(expected.tokens)
+    yield from (rows[end - tokens : end] for end, tokens in zip(ends, expected.tokens, strict=True))
 
 
 def _fill(
@@ -185,7 +254,7 @@ def _fill(
         raise ValueError(f"live_routing: {_where(row, layer, expected)}: {problem}")
     filled = np.where(missing[..., None], chosen.astype(rows.dtype), rows)
     try:
-        _check_rows(filled, missing.any(axis=1), expected)
+        _check_rows(filled, missing.any(axis=1), 0, expected)
     except ValueError as error:
         raise ValueError(f"live_routing: {error}") from error
     return filled

@@ -4,7 +4,7 @@ The trainers differ in the placeholder of tokens without a route: zeros, -1, ``0
 repetition of the row before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,18 @@ from relibra_jax.rollout.expected import Expected
 from relibra_jax.rollout.payload import Recorded, from_fields, from_nemo_rl, integers
 
 
-def verl(source: Any, expected: Expected) -> list[Recorded]:
+def verl(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read an array ``[B, T, layers, K]`` in which zeros are the placeholder of the last token."""
-    return [
+    return (
         Recorded(rows[:-1] if len(rows) and not rows[-1].any() else rows, start)
         for rows, start in grid(source, expected)
-    ]
+    )
 
 
-def nemo_rl(source: Any, expected: Expected) -> list[Recorded]:
+def nemo_rl(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read an array ``[B, T, layers, K]`` or the rows of each sample, with or without placeholders of NeMo-RL."""
     recorded = (grid if getattr(source, "ndim", 0) == 4 else per_sample(_nemo_rl_rows))(source, expected)
-    return [Recorded(drop_placeholders(rows, expected), start) for rows, start in recorded]
+    return (Recorded(drop_placeholders(rows, expected), start) for rows, start in recorded)
 
 
 def _nemo_rl_rows(item: Any, expected: Expected, sample: int) -> Recorded:
@@ -60,12 +60,14 @@ def miles(item: Any, expected: Expected, sample: int) -> Recorded:
     return Recorded(rows, 0 if len(rows) >= expected.tokens[sample] - 1 else None)
 
 
-def skyrl(source: Any, expected: Expected) -> list[Recorded]:
+def skyrl(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read a batch with placeholders of SkyRL, or the rows of each sample from its first token on."""
     if getattr(source, "ndim", 0) != 4:
         return per_sample(_skyrl_rows)(source, expected)
-    ids = widen_ids(integers(source, ndim=4), expected.num_experts)
-    return [Recorded(drop_placeholders(rows, expected), start) for rows, start in grid(ids, expected)]
+    return (
+        Recorded(drop_placeholders(widen_ids(rows, expected.num_experts), expected), start)
+        for rows, start in grid(source, expected)
+    )
 
 
 def _skyrl_rows(item: Any, expected: Expected, sample: int) -> Recorded:
@@ -91,19 +93,19 @@ def prime_rl(item: Any, expected: Expected, sample: int) -> Recorded:
     return Recorded(widen_ids(recorded, expected.num_experts), start)
 
 
-def areal(source: Any, expected: Expected) -> list[Recorded]:
+def areal(source: Any, expected: Expected) -> Iterator[Recorded]:
     """Read the ids ``[rows, layers * K]`` of each sample, or trajectories, of which invalid ones have no routes."""
     if not isinstance(source, Mapping):
         return per_sample(_areal_rows)(source, expected)
     recorded = grid(field(source, "routed_experts"), expected)
     valid = np.asarray(field(source, "r3_routing_valid"))
-    if valid.dtype != np.bool_ or valid.shape != (len(recorded),):
+    if valid.dtype != np.bool_ or valid.shape != (len(expected.mask),):
         kind = f"{valid.dtype}{list(valid.shape)}"
-        raise ValueError(f"r3_routing_valid must be bool [{len(recorded)}], not {kind}")
-    return [
+        raise ValueError(f"r3_routing_valid must be bool [{len(expected.mask)}], not {kind}")
+    return (
         Recorded(drop_placeholder_last(rows) if replayed else rows[:0], start)
         for (rows, start), replayed in zip(recorded, valid, strict=True)
-    ]
+    )
 
 
 def _areal_rows(item: Any, expected: Expected, sample: int) -> Recorded:

@@ -9,10 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.replay import assigned_load, sample_load
-from relibra_jax.contract.types import Assignment, BatchPlan, RoutingReplay, Topology
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, RoutingReplay, Topology
 from relibra_jax.routing.split import split_quota
 from relibra_jax.routing.striping import striped_load
 
@@ -35,25 +36,24 @@ def split_plan(
     """
     if pieces == 1:
         return ((replay, batch_plan),)
-    return _split_plan(replay, batch_plan, topology, pieces=pieces, striped=striped)
-
-
-@functools.partial(jax.jit, static_argnames=("topology", "pieces", "striped"))
-def _split_plan(
-    replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, pieces: int, striped: bool
-) -> tuple[tuple[RoutingReplay, BatchPlan], ...]:
     unit = topology.ranks_per_node if striped else 1
-    piece_of_position = jnp.arange(replay.mask.shape[1]) // unit % pieces
+    piece_of_position = np.arange(replay.mask.shape[1]) // unit % pieces
     parts = [
-        RoutingReplay(replay.expert_ids, jnp.asarray(replay.mask) & (piece_of_position == piece)[None])
-        for piece in range(pieces)
+        replay._replace(mask=replay.mask & (piece_of_position == piece)[None]) for piece in range(pieces)
     ]
     loads = [_dispatched_load(part, batch_plan.assignment, topology, striped=striped) for part in parts]
+    return tuple(zip(parts, _split_plan(batch_plan, tuple(loads), topology), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def _split_plan(
+    batch_plan: BatchPlan, loads: tuple[Int[Array, "M L N G E"], ...], topology: Topology
+) -> tuple[BatchPlan, ...]:
     split = jax.vmap(jax.vmap(functools.partial(split_quota, topology=topology)))
     layers = split(batch_plan.layer_plans(), jnp.stack(loads, 2))
     return tuple(
-        (part, batch_plan._replace(load=load, plan=batch_plan.plan._replace(quota=layer.quota)))
-        for part, load, layer in zip(parts, loads, layers, strict=True)
+        batch_plan._replace(load=load, plan=batch_plan.plan._replace(quota=layer.quota))
+        for load, layer in zip(loads, layers, strict=True)
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from relibra_jax.contract.replay import assigned_load, sample_load
+from relibra_jax.contract.replay import assigned_load, load_by_part
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, RoutingReplay, Topology
 
 
@@ -52,13 +52,11 @@ def striped_load(
     [[[[[2, 0], [0, 1]]]]]
     """
     local, experts = topology.ranks_per_node, topology.num_experts
-    ids = jnp.asarray(replay.expert_ids, jnp.int32)
-    rank = jnp.arange(ids.shape[1], dtype=jnp.int32) % local
-    by_rank = RoutingReplay(ids + experts * rank[None, :, None, None], replay.mask)
     sample = jnp.asarray(assignment.sample)
     nodes = Assignment(sample.reshape(*sample.shape[:2], 1, -1))
-    load = assigned_load(sample_load(by_rank, num_experts=local * experts), nodes)
-    return load.reshape(*load.shape[:3], local, experts)
+    rank = np.arange(replay.mask.shape[1]) % local
+    by_rank = load_by_part(replay, num_experts=experts, part=rank, parts=local)
+    return assigned_load(by_rank, nodes).reshape(*sample.shape[:1], -1, *sample.shape[1:2], local, experts)
 
 
 def with_striped_load(batch_plan: BatchPlan, replay: RoutingReplay, topology: Topology) -> BatchPlan:

@@ -8,17 +8,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+import numpy as np
+from jaxtyping import Bool, Int, Integer
 
-from relibra_jax.contract.types import EMPTY, BatchPlan, LayerPlan, RoutingReplay, Topology
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan, LayerPlan, RoutingReplay, Topology
 from relibra_jax.routing.slots import copy_nodes
-from relibra_jax.routing.split import source_quota
+from relibra_jax.routing.split import pair_load, source_quota
 from relibra_jax.routing.striping import stripe_tokens
 from relibra_jax.support.argument_types import checks_arguments
 
 
 @checks_arguments
-@functools.partial(jax.jit, static_argnames=("topology", "striped"))
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
 ) -> Int[jax.Array, "M L P N"]:
@@ -26,7 +26,8 @@ def node_visits(
 
     The count follows the same rule as dispatch: `relibra_jax.routing.split.source_quota` gives the number of copies of
     an expert that go to each slot, and `relibra_jax.routing.slots.copy_nodes` selects them. The function works under
-    jit, and goes layer by layer, so that it needs little more memory than the routes of one micro-batch.
+    jit. It needs little more memory than the routes of one micro-batch, in their own dtype, also if the ids are a
+    memory-mapped array, and widens those of one layer.
 
     Args:
         replay: the routing of the samples of the batch.
@@ -38,24 +39,78 @@ def node_visits(
         int32 tokens for every micro-batch, layer, flat source rank and node. The entry of the source's own node counts
         the tokens that do not cross.
     """
-    ids, mask = jnp.asarray(replay.expert_ids), jnp.asarray(replay.mask)
+    count = functools.partial(_count_visits, topology=topology, striped=striped)
+    sample, plans = batch_plan.assignment.sample, batch_plan.layer_plans()
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((replay, sample, plans))):
+        traced = RoutingReplay(*map(jnp.asarray, replay))
+        inputs = jax.tree.map(jnp.asarray, (sample, plans))
+        return jax.lax.map(lambda each: count(*(leaf[each[0]] for leaf in traced), *each), inputs)
+    ids, mask = map(np.asarray, replay)
+    parts = zip(np.asarray(sample), map(batch_plan.micro_batch, range(len(sample))), strict=True)
+    return jnp.stack([count(ids[samples], mask[samples], samples, plans) for samples, plans in parts])
 
-    def one_micro_batch(inputs):
-        sample, plans = inputs
-        sample = sample.reshape(topology.num_ranks, -1)
-        real_token, routes = mask[sample] & (sample != EMPTY)[..., None], jnp.moveaxis(ids[sample], 3, 0)
 
-        def one_layer(inputs):
-            routes, plan = inputs
-            routes = jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY)
-            if striped:
-                routes = stripe_tokens(routes, topology, padding=EMPTY)
-            return _layer_visits(routes.reshape(len(routes), -1, routes.shape[-1]), plan, topology)
+@functools.partial(jax.jit, static_argnames=("topology", "striped"))
+def _count_visits(
+    ids: Integer[Array, "N G b T L K"],
+    mask: Bool[Array, "N G b T"],
+    sample: Int[Array, "N G b"],
+    plans: LayerPlan,
+    *,
+    topology: Topology,
+    striped: bool,
+) -> Int[jax.Array, "L P N"]:
+    """Count the visits of one micro-batch, whose layer plans are stacked ``[L]``."""
+    real_token = (mask & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, *mask.shape[2:])
+    routes = jnp.moveaxis(ids.reshape(topology.num_ranks, *ids.shape[2:]), 3, 0)
 
-        return jax.lax.map(one_layer, (routes, plans))
+    def one_layer(inputs):
+        routes, plan = inputs
+        routes = jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY)
+        if striped:
+            routes = stripe_tokens(routes, topology, padding=EMPTY)
+        return _layer_visits(routes.reshape(len(routes), -1, routes.shape[-1]), plan, topology)
 
-    plans = jax.tree.map(jnp.asarray, batch_plan.layer_plans())
-    return jax.lax.map(one_micro_batch, (jnp.asarray(batch_plan.assignment.sample), plans))
+    return jax.lax.map(one_layer, (routes, plans))
+
+
+@checks_arguments
+def most_visits(
+    lengths: Integer[Array, " B"], batch_plan: BatchPlan, topology: Topology
+) -> Int[np.ndarray, "M L P N"]:
+    """Bound the visits of `node_visits` from above without routes, for buffers of a batch that was planned from counts.
+
+    A rank sends no more tokens to a node than it has, and no more than it sends token copies there.
+
+    Args:
+        lengths: the number of real tokens of each sample.
+        batch_plan: the plan, with the load of layers that are not striped.
+        topology: the expert-parallel group.
+
+    Returns:
+        int32 tokens, as `node_visits` returns them, and at least as many.
+
+    >>> from relibra_jax.contract.types import Assignment, Plan
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
+    >>> plan = Plan(np.array([[[[[0]], [[1]]]]]), np.array([[0, 1]]), np.array([[[[[5]], [[5]]]]]))
+    >>> load = np.array([[[[[4, 3]], [[1, 2]]]]])
+    >>> batch_plan = BatchPlan(Assignment(np.array([[[[0]], [[1]]]])), load, plan)
+    >>> most_visits(np.array([4, 2]), batch_plan, topology).tolist()
+    [[[[4, 3], [1, 2]]]]
+    """
+    sample = np.asarray(batch_plan.assignment.sample)
+    tokens = np.where(sample == EMPTY, 0, np.asarray(lengths)[sample]).sum(-1, dtype=np.int64)
+    copies = np.asarray(_copies_to_nodes(batch_plan.layer_plans(), topology))
+    return np.minimum(copies, tokens.reshape(len(sample), 1, -1, 1)).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L P N"]:
+    def one_layer(plan: LayerPlan) -> Int[jax.Array, "P N"]:
+        by_rank = pair_load(plan, topology).reshape(topology.num_ranks, topology.num_nodes, -1)
+        return by_rank.sum(-1, dtype=jnp.int32)
+
+    return jax.lax.map(jax.vmap(one_layer), jax.tree.map(jnp.asarray, plans))
 
 
 def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N"]:
