@@ -701,3 +701,18 @@ def test_price_is_for_the_experts_of_the_model():
     ):
         NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=4))
     assert NEEDED.price(dataclasses.replace(TOPOLOGY, num_experts=12)).copy == price().copy
+
+
+@pytest.mark.parametrize(
+    ("recompute", "updates", "share"), [(False, 1, 7 / 8), (True, 1, 5 / 6), (True, 0, 3 / 4)]
+)
+def test_price_of_a_float8_dispatch_is_less_only_for_the_rows_that_travel_forward(recompute, updates, share):
+    """One of two exchanges of a forward pass is a dispatch; a backward pass has two that stay in bfloat16."""
+    model = CostModel(cluster=CLUSTER, model=MODEL)
+    usual = model.price(TOPOLOGY, updates=updates, recompute=recompute)
+    float8 = dataclasses.replace(model, dispatch_bytes=1).price(
+        TOPOLOGY, updates=updates, recompute=recompute
+    )
+    assert float8.crossing == pytest.approx(usual.crossing * share)
+    assert float8.spread == pytest.approx(usual.spread * share)
+    assert dataclasses.replace(float8, crossing=usual.crossing, spread=usual.spread) == usual

@@ -7,7 +7,7 @@ from support.plans import random_ids
 
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import EMPTY, Topology
-from relibra_jax.planning.residents import MOST_EXPERTS, choose_residents, residents_to_ranks
+from relibra_jax.planning.residents import MOST_EXPERTS, SHARE, choose_residents, residents_to_ranks
 from relibra_jax.planning.token_bits import token_bits
 
 NODES, EXPERTS, LAYERS, TOKENS, TOP_K = 3, 9, 6, 64, 3
@@ -46,7 +46,7 @@ def choose(case, *, crossing, push, count, hierarchical):
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
     """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs.
 
-    A crossing counts in equal shares for the experts that it serves. Of equal savings, the first by home node wins.
+    A crossing counts less for each further expert that it serves. Of equal savings, the first by home node wins.
     """
     ids, token_node, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
@@ -62,7 +62,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
                     away = [int(expert) for expert in token if expert not in experts]
                     for expert in away:
                         served = sum(home[other] == home[expert] for other in away)
-                        saved[expert] += NODES / TOKENS / min(served, MOST_EXPERTS)
+                        saved[expert] += NODES / TOKENS * SHARE ** (min(served, MOST_EXPERTS) - 1)
             best = max(
                 sorted(saved, key=lambda expert: (home[expert], expert)),
                 key=lambda expert: round(saved[expert], 6),

@@ -102,6 +102,10 @@ class CostModel:
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
+    dispatch_bytes: int | None = None
+    """The bytes of one number of the rows that forward passes dispatch: 1 to price float8, with which no layer runs.
+    Combine, gradients and buffers stay as they are, and neither rounding nor scales are priced. None for the bytes of
+    computation."""
     spare_room: bool = True
     """Whether buffers with lanes have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
     across_nodes: bool | None = None
@@ -129,8 +133,9 @@ class CostModel:
             check_positive(name, getattr(self, name))
         for name in ("data_parallel", "shards", "pieces"):
             check_integer(name, getattr(self, name), least=1)
-        if self.compute_bytes is not None:
-            check_integer("compute_bytes", self.compute_bytes, least=1)
+        for name in ("compute_bytes", "dispatch_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least=1)
         count_passes(self.updates, recompute=self.recompute)
         _check_numbers(self.cluster, self.model)
         fetches = (AUTO, "padded", "ragged")
@@ -198,6 +203,10 @@ class CostModel:
         expert, dense = float(model.expert_params), float(model.dense_params)
         head = 2.0 * model.width * model.vocabulary / model.moe_layers
         row = self.scale * passes.exchange * number * model.width
+        # Of every two forward exchanges, one is a dispatch.
+        forward = (updates > 0) + (self.recompute if recompute is None else recompute)
+        saved = 0 if self.dispatch_bytes is None else forward * (number - self.dispatch_bytes)
+        sent = row - self.scale * saved * model.width
         dealt = row * ((1 - 1 / local) / fast + 2.0 / memory) / model.top_k
         # Of the pieces of an expert that moves, every rank gets one, in each of two exchanges.
         moved = 2.0 * STATE_BYTES * expert
@@ -215,8 +224,8 @@ class CostModel:
             token=self.scale * passes.compute * 2.0 * dense / flops,
             pair=self.scale * self.stretch * passes.compute * model.attention_width / flops,
             copy=self.scale * passes.compute * 2.0 * expert / flops,
-            crossing=row / slow,
-            spread=row / fast,
+            crossing=sent / slow,
+            spread=sent / fast,
             gather=2.0 * row / memory,
             fetch=passes.compute * number * expert / fast,
             fetch_across=passes.compute * number * expert / slow,
