@@ -301,7 +301,7 @@ def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gai
 
 def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transfer(capsys):
     """The layers then fetch replicas from all ranks, and a balancer that continues from the state does so too."""
-    run = run_with_waits(0.0, slow_bandwidth=60.0, matmul_efficiency=0.05)
+    run = run_with_waits(0.0, slow_bandwidth=20.0, matmul_efficiency=0.02)
     batch = run.prepare()
     assert "replicas may be on other nodes" in capsys.readouterr().err
     assert batch.parallel.across_nodes

@@ -13,6 +13,7 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import Batching, Costs, Outcome, Ranks, make_setting, run_planner
 from relibra_jax.evaluation.batches import make_batches
+from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.static import static
@@ -97,8 +98,9 @@ def test_run_planner_gives_packed_samples_the_price_and_routes(trace):
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_run_planner_plans_as_a_user_does(trace, layout):
-    """The plans are those of `plan_batch` with the keys of a Balancer, bit for bit."""
-    setting, entry = setting_of(trace, seed=3, sequence_layout=layout), with_samples_assigned("relibra")
+    """The plans are those of `plan_batch` with the keys and the choice of a Balancer, bit for bit."""
+    entry = with_samples_assigned("relibra")
+    setting = with_replica_nodes(entry, setting_of(trace, seed=3, sequence_layout=layout))
     batches, cost, planner = setting.batches, setting.cost_model.price(TOPOLOGY), entry.planner
     planner_key, key = jax.random.split(jax.random.key(3))
     state = planner.init(TOPOLOGY, 2, key=planner_key)

@@ -213,9 +213,10 @@ def test_stages_reach_planners_as_one_batch(replay):
     requests = []
     stages, _ = plan_batch(replay, recorder(requests), (), TOPOLOGY, stages=STAGES, cost=COSTS)
     jax.effects_barrier()
-    ((load, routes, transitions, price, tokens, start),) = requests
+    ((load, routes, transitions, price, tokens, start, predicted),) = requests
     assert transitions is None
     assert start is None
+    assert predicted is None
     np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
     np.testing.assert_array_equal(2 * tokens, load[:, 0].sum(-1))
     counted = np.zeros_like(load)

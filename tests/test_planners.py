@@ -208,11 +208,13 @@ def make_facts():
         "price": Price(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0, across_nodes=True),
         "tokens": rng.integers(1, 64, (MICRO_BATCHES, 2, 4)).astype(np.float32),
         "start": np.tile(np.arange(32, dtype=np.int32)[::-1], (LAYERS, 1)),
+        "predicted": rng.lognormal(0, 2, (MICRO_BATCHES, LAYERS, 32)).astype(np.float32),
     }
 
 
 FACTS = make_facts()
 READS = {"laer": ("price",), "relibra": ("routes", "price", "start", "tokens")}
+READS |= {name: ("predicted",) for name in PLANNERS if PLANNERS[name].planner.uses_predictions}
 READS |= {name: ("transitions",) for name in PLANNERS if PLANNERS[name].planner.uses_transitions}
 """The optional fields of a request that planners read; all others read only the load."""
 
