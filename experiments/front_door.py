@@ -38,6 +38,7 @@ from relibra_jax.evaluation import (
     run_planner,
 )
 from relibra_jax.evaluation.prices import time_of_balanced, time_of_batch
+from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx.balancer_state import saved_way
 from relibra_jax.nnx.stage_plans import check_plans, count_on_host, load_on_host, plan_on_host
@@ -77,7 +78,7 @@ class FrontDoor:
 
 
 def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Setting:
-    """Draw the batch of a case and the one before it, and price them.
+    """Draw the batch of a case and the one before it, and price them, with replicas where a Balancer has them.
 
     Args:
         trace: the recorded routing.
@@ -109,7 +110,8 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Se
     priced = make_setting(
         make_trace(batch, trace.num_experts, trace.name), topology, batching=batching, cost=COSTS
     )
-    return dataclasses.replace(priced, batches=Batches([before, batch], config.micro_batches, 1, 0))
+    case = dataclasses.replace(priced, batches=Batches([before, batch], config.micro_batches, 1, 0))
+    return with_replica_nodes(with_samples_assigned("relibra"), case)
 
 
 def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
@@ -146,7 +148,7 @@ def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
         plans, state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
         (batch_plan,) = load_on_host(plans, replay, counts, topology, striped=cost.striped)
-        check_plans([batch_plan], topology, across_nodes=False, way=saved_way(None))
+        check_plans([batch_plan], topology, across_nodes=cost.across_nodes, way=saved_way(None))
         return batch_plan, state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:

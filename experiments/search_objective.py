@@ -21,8 +21,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from experiments.front_door import FrontDoor, make_case
-from experiments.program import run_program
-from relibra_jax.cli.options import TraceName
+from experiments.program import TraceName, run_program
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import BatchPlan
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time

@@ -362,7 +362,7 @@ def test_run_continues_if_all_rewards_fail(tmp_path):
         ({"steps": -1}, "steps=-1 must be an integer of at least 0"),
         (
             {"planner": "eplb", "reorder": Reorder(steps=5)},
-            r"planner=eplb does not use Reorder\(.*, which is only for relibra and",
+            r"planner=eplb does not use Reorder\(.*, which is only for relibra",
         ),
     ],
 )

@@ -36,6 +36,7 @@ from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import Batches, Batching, Costs, Outcome, PlannedBatch, Setting, make_setting
+from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
@@ -192,6 +193,8 @@ def run_variants(
         Each variant with the numbers of its plan.
     """
     entry, layers = PLANNERS[name], draw.batch.expert_ids.shape[2]
+    before = Setting(Batches([draw.before], draw.micro_batches_before, 0, 0), topology, cost_model, seed)
+    cost_model = with_replica_nodes(entry, before).cost_model
     setting = Setting(Batches([draw.batch], draw.micro_batches, 0, 0), topology, cost_model, seed)
     cost = cost_model.price(topology)
     plan = functools.partial(plan_batch, planner=entry.planner, topology=topology, cost=cost)
@@ -206,7 +209,9 @@ def run_variants(
         batch_plan, _ = plan(
             draw.batch, state=state, stages=draw.micro_batches, assign=assign, key=jax.random.key(seed)
         )
-        check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes)
+        check_plan(
+            batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes or cost.across_nodes
+        )
         no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
         planned = PlannedBatch(draw.batch, batch_plan, home, no_errors)
         yield (start, assigned), measure_plan(Outcome(name, entry, setting, [planned]))

@@ -272,7 +272,8 @@ def plan_expected(
     @compiled_update
     def update(request: PlanRequest, state: PlacedState, topology: Topology) -> tuple[Plan, PlacedState]:
         load = request.by_expert
-        known = load if request.predicted is None else jnp.asarray(request.predicted)
+        predicted = request.predicted if loads == "true" else None
+        known = load if predicted is None else jnp.asarray(predicted)
         for_homes, expected, forecast_state = expect_loads(
             forecast, known, state.seen, scope=scope, transitions=request.transitions
         )
