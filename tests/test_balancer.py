@@ -115,12 +115,21 @@ def batches():
 class Run:
     """A model, its optimizer and its balancer."""
 
-    def __init__(self, planner=EPLB, topology=TOPOLOGY, axes=None, options=IN_ORDER, striped=None, **layer):
+    def __init__(
+        self,
+        planner=EPLB,
+        topology=TOPOLOGY,
+        axes=None,
+        options=IN_ORDER,
+        striped=None,
+        fetch="auto",
+        **layer,
+    ):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
         self.mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
         self.model = Stack(topology, **({"mesh": self.mesh} | layer))
         self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
-        parallel = ExpertParallel(mesh=self.mesh, topology=topology, striped=striped)
+        parallel = ExpertParallel(mesh=self.mesh, topology=topology, striped=striped, fetch=fetch)
         self.balancer = Balancer(planner, parallel, key=jax.random.key(0), **options)
 
     def prepare(self, number=0, **options):
@@ -270,14 +279,14 @@ def test_a_state_from_gpus_keeps_what_a_cpu_can_run():
     assert here.balancer.parallel == run.balancer.parallel
 
 
-def run_with_waits(wait_seconds, planner=REORDERING, **cluster_changes):
+def run_with_waits(wait_seconds, planner=REORDERING, fetch="auto", **cluster_changes):
     """Return a run on a cluster whose ranks compute slowly, and wait for each other at every exchange."""
     cost = derive_cost(Run().model, num_layers=LAYERS, mesh=Run().mesh)
     cluster = dataclasses.replace(
         cost.cluster, matmul_flops=1e3, wait_seconds=wait_seconds, **cluster_changes
     )
     cost = dataclasses.replace(cost, cluster=cluster)
-    return Run(planner, options=IN_ORDER | {"cost": cost})
+    return Run(planner, options=IN_ORDER | {"cost": cost}, fetch=fetch)
 
 
 def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gains(capsys):
@@ -301,7 +310,7 @@ def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gai
 
 def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transfer(capsys):
     """The layers then fetch replicas from all ranks, and a balancer that continues from the state does so too."""
-    run = run_with_waits(0.0, slow_bandwidth=20.0, matmul_efficiency=0.02)
+    run = run_with_waits(0.0, fetch="emulated", slow_bandwidth=20.0, matmul_efficiency=0.02)
     batch = run.prepare()
     assert "replicas may be on other nodes" in capsys.readouterr().err
     assert batch.parallel.across_nodes
@@ -312,7 +321,7 @@ def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transf
     away = [home_node[number // 2] != number % 2 for number in range(len(on_node))]
     assert any(there[slots[slots != EMPTY]].any() for slots, there in zip(on_node, away, strict=True))
     assert np.isfinite(train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0])))
-    resumed = run_with_waits(0.0)
+    resumed = run_with_waits(0.0, fetch="emulated")
     resumed.balancer.state = run.balancer.state
     assert resumed.balancer.parallel == run.balancer.parallel
 

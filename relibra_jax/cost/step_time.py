@@ -21,7 +21,8 @@ combine each run once per pass. A replica is sent in the forward pass, sent agai
 is returned. The factors are those of LAER-MoE (ASPLOS'26: four exchanges, three passes of compute), and the transfers
 of replicas those of ReLibra (arXiv 2605.08639). Not counted are embeddings, launches, latencies, and forward passes
 that activation checkpointing repeats. Attention is taken to hide a whole padded fetch, of whose two exchanges XLA puts
-only the second beside it. All of it is a model: nothing here was measured on a cluster.
+only the second beside it; if replicas may be on other nodes, only the second is hidden. All of it is a model: nothing
+here was measured on a cluster.
 
 `relibra_jax.cost.batch_time` models the time of a whole batch.
 """
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Price, Topology
-from relibra_jax.cost.copies import fetch_time
+from relibra_jax.cost.copies import fetch_time, opening_time
 from relibra_jax.cost.traffic import Sent, count_sent
 from relibra_jax.support.argument_types import checks_arguments
 
@@ -56,7 +57,7 @@ class RankTime(NamedTuple):
     fetch: Float[Array, "M L N G"]
     """Sending and receiving replicas, at the same time as attention."""
     meeting: Float[Array, "M L N G"]
-    """Waiting for the ranks with which replicas are exchanged."""
+    """Waiting for the ranks with which replicas are exchanged, and the part of the fetch that nothing hides."""
 
 
 class LayerTime(NamedTuple):
@@ -162,7 +163,7 @@ def rank_time(
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled
     copies = jnp.asarray(layer_plans.load, jnp.float32).sum(-1)
-    fetch = fetch_time(layer_plans, topology, cost)
+    fetch, opening = (part(layer_plans, topology, cost) for part in (fetch_time, opening_time))
     return RankTime(
         attention=jnp.broadcast_to(attention[:, None], compute.shape),
         compute=compute,
@@ -171,8 +172,8 @@ def rank_time(
         # Ranks deal all positions of their sequences, which are equally many on all of them.
         stripe=jnp.broadcast_to(cost.stripe * copies.max() + cost.wait * cost.striped, compute.shape),
         gather=cost.gather * sent.buffers,
-        fetch=fetch,
-        meeting=jnp.where(fetch.max() > 0, jnp.full_like(fetch, cost.wait / 2), 0.0),
+        fetch=fetch - opening,
+        meeting=jnp.where(fetch.max() > 0, jnp.full_like(fetch, cost.wait / 2 + opening), 0.0),
     )
 
 
