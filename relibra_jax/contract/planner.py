@@ -179,3 +179,8 @@ class Planner(NamedTuple):
     """Whether ``update`` reads ``request.transitions``, which take long to count."""
     uses_predictions: bool = False
     """Whether ``update`` plans from ``request.predicted`` in place of the true loads, if it is given."""
+
+    @property
+    def takes_homes(self) -> bool:
+        """Whether the planner has ``reorder`` and ``replicate``, so that plans can be made for given homes."""
+        return self.reorder is not None and self.replicate is not None

@@ -205,6 +205,20 @@ def assigned_load(sample_load: Int[Array, "B L E"], assignment: Assignment) -> I
     return load.reshape(micro_batches, layers, nodes, local, experts)
 
 
+def rank_tokens(assignment: Assignment, lengths: Integer[Array, " B"]) -> Int[np.ndarray, "M N G"]:
+    """Count the tokens that every rank holds in every micro-batch, on the host.
+
+    Args:
+        assignment: the samples of each rank in each micro-batch; EMPTY adds nothing.
+        lengths: the number of tokens of each sample.
+
+    >>> rank_tokens(Assignment(np.array([[[[0, 1], [2, -1]]]])), np.array([3, 2, 4])).tolist()
+    [[[5, 4]]]
+    """
+    tokens = np.append(np.asarray(lengths, np.int64), 0)  # EMPTY is the last position
+    return tokens[np.asarray(assignment.sample)].sum(-1)
+
+
 def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
     """Raise ValueError unless a replay is valid. Runs on the host; all other code relies on this check.
 

@@ -44,21 +44,18 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
     if not topology.replica_slots:
         return jnp.zeros(shape, jnp.float32)
 
-    def one(plan: LayerPlan) -> tuple[Traffic, jax.Array]:
+    def one(plan: LayerPlan) -> Traffic:
         source = copy_source(plan, topology)
         target = jnp.broadcast_to(_own_rank(topology), source.shape)
-        traffic = count_experts(source // topology.held_slots, target, source != EMPTY, topology)
-        return traffic, exported_slots(plan, topology).sum(1, dtype=jnp.int32).max()
+        return count_experts(source // topology.held_slots, target, source != EMPTY, topology)
 
-    traffic, exports = jax.vmap(jax.vmap(one))(plans)
-    slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    across = ((slow.max() > 0) | cost.across_nodes).astype(jnp.float32)
+    slow, fast = busier_way(jax.vmap(jax.vmap(one))(plans), shared_link=cost.shared_link)
     if cost.fetches == "padded":
-        # The buffers hold an even number of experts; without any export there is nothing to fetch.
-        most = jnp.ceil(exports.max() / 2) * 2
+        most = _padded_exports(plans, topology)
+        # Without any export there is nothing to fetch.
         experts = jnp.where(most > 0, most + topology.replica_slots, 0.0)
-        near, far = 1 - 1 / topology.ranks_per_node, 1 - 1 / topology.num_nodes
-        fast, slow = (jnp.broadcast_to(part, shape) for part in (experts * near, experts * far * across))
+        across = ((slow.max() > 0) | cost.across_nodes).astype(jnp.float32)
+        return jnp.broadcast_to(_padded_time(experts, topology, cost, across), shape)
     return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
 
 
@@ -77,10 +74,21 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
     if not (cost.across_nodes and cost.fetches == "padded" and topology.replica_slots):
         return jnp.zeros(())
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
+    return _padded_time(_padded_exports(plans, topology), topology, cost, 1.0)
+
+
+def _padded_exports(plans: LayerPlan, topology: Topology) -> Float[jax.Array, ""]:
+    """Return the number of experts that every rank exports in a padded fetch: that of the fullest rank, made even."""
     exports = jax.vmap(jax.vmap(lambda plan: exported_slots(plan, topology).sum(1, dtype=jnp.int32).max()))
-    most = jnp.ceil(exports(plans).max() / 2) * 2
+    return jnp.ceil(exports(plans).max() / 2) * 2
+
+
+def _padded_time(
+    experts: Float[jax.Array, ""], topology: Topology, cost: Price, across: Float[Array, ""] | float
+) -> Float[jax.Array, ""]:
+    """Return the seconds of an exchange in which every rank sends a number of experts in pieces to all others."""
     near, far = 1 - 1 / topology.ranks_per_node, 1 - 1 / topology.num_nodes
-    return jnp.asarray(most * jnp.maximum(far * cost.fetch_across, near * cost.fetch))
+    return jnp.maximum(experts * far * across * cost.fetch_across, experts * near * cost.fetch)
 
 
 @functools.partial(jax.jit, static_argnames="topology")

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes, expert_totals
-from relibra_jax.contract.types import EMPTY, Array, BatchPlan, Price, RoutingReplay, Topology
+from relibra_jax.contract.replay import rank_tokens
+from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, Topology
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.batch import Batch, count_for_planner
@@ -45,8 +46,7 @@ class PlannedBatch(NamedTuple):
     @property
     def rank_tokens(self) -> Int[np.ndarray, "M N G"]:
         """The number of tokens that each rank holds."""
-        sample = np.asarray(self.batch_plan.assignment.sample)
-        return np.where(sample == EMPTY, 0, np.asarray(self.lengths)[np.maximum(sample, 0)]).sum(-1)
+        return rank_tokens(self.batch_plan.assignment, self.lengths)
 
     @property
     def sequence_length(self) -> float:

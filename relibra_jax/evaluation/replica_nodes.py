@@ -27,9 +27,8 @@ def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
         The setting with the choice in its cost model.
     """
     planner, topology, cost_model = entry.planner, setting.topology, setting.cost_model
-    chooses = planner.reorder is not None and planner.replicate is not None
     several = topology.num_nodes > 1 and topology.replica_slots > 0
-    if cost_model.across_nodes is not None or not chooses or not several:
+    if cost_model.across_nodes is not None or not planner.takes_homes or not several:
         return setting
     replay = setting.batches.replays[0]
     planner_key, key = jax.random.split(jax.random.key(setting.seed))

@@ -400,7 +400,7 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if self.planner.reorder is None or self.planner.replicate is None:
+        if not self.planner.takes_homes:
             raise ValueError(
                 "plan_ahead: the planner has no `reorder` and `replicate`, so its search cannot start from given homes"
             )
@@ -602,7 +602,7 @@ class Balancer:
         )
         ways = self.parallel.ways(cost.model.top_k)
         self._take(cheapest_way(plans, batch, self.parallel.topology, ways, cost, price))
-        if self.planner.reorder is None or self.planner.replicate is None:
+        if not self.planner.takes_homes:
             return plans, state
         for change, may_pay, least, line in OTHER_REPLICAS:
             way, prices = self._way, self._prices(len(plans), updates)

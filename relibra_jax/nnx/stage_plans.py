@@ -132,12 +132,11 @@ def load_on_host(
     """
     with on_host():
         plans = to_host(tuple(plans))
-        loaded = [
-            with_striped_load(plan, replay, topology)
-            if striped and replay is not None
-            else plan._replace(load=assigned_load(batch.sample_load, plan.assignment))
-            for plan in plans
-        ]
+        if striped:
+            assert replay is not None
+            loaded = [with_striped_load(plan, replay, topology) for plan in plans]
+        else:
+            loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
     return tuple(jax.device_get(loaded))
 
 

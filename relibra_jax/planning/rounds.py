@@ -73,8 +73,7 @@ class Problem:
     @property
     def can_stay(self) -> bool:
         """Whether plans are compared with those that leave experts where they are."""
-        halves = self.planner.reorder is not None and self.planner.replicate is not None
-        return self.compare_staying and halves and self.previous_home is not None
+        return self.compare_staying and self.planner.takes_homes and self.previous_home is not None
 
     @property
     def no_homes(self) -> Int[jax.Array, "L E"]:

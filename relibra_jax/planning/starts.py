@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.contract.replay import rank_tokens
 from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, Topology
 from relibra_jax.cost.step_time import attention_time
 from relibra_jax.planning.assignment import assign_in_order, order_for_groups
@@ -55,19 +56,14 @@ def start_assignment(
         lengths,
         topology,
         num_micro_batches=num_micro_batches,
-        tokens_per_rank=_fullest(by_tokens, lengths),
+        # A sample without tokens counts as one, as it does in packings.
+        tokens_per_rank=int(rank_tokens(by_tokens, np.maximum(np.asarray(lengths), 1)).max()),
         samples_per_rank=max(by_tokens.sample.shape[-1], 2),  # two short samples may be less than a long one
     )
     if by_level is None:
         return by_tokens
     old, new = (_for_groups(packing, lengths, price) for packing in (by_tokens, by_level))
     return new[1] if new[0] < (1 - LEAST_GAIN) * old[0] else old[1]
-
-
-def _fullest(packing: Assignment, lengths: Int[Array, " B"]) -> int:
-    """Return the tokens of the fullest rank. A sample without tokens counts as one, as it does in packings."""
-    tokens = np.append(np.maximum(np.asarray(lengths), 1), 0)
-    return int(tokens[np.asarray(packing.sample)].sum(-1).max())
 
 
 def _for_groups(packing: Assignment, lengths: Int[Array, " B"], price: Price) -> tuple[float, Assignment]:

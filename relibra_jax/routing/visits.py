@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from relibra_jax.contract.replay import rank_tokens
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, LayerPlan, RoutingReplay, Topology
 from relibra_jax.routing.slots import copy_nodes
 from relibra_jax.routing.split import pair_load, source_quota
@@ -98,10 +99,9 @@ def most_visits(
     >>> most_visits(np.array([4, 2]), batch_plan, topology).tolist()
     [[[[4, 3], [1, 2]]]]
     """
-    sample = np.asarray(batch_plan.assignment.sample)
-    tokens = np.where(sample == EMPTY, 0, np.asarray(lengths)[sample]).sum(-1, dtype=np.int64)
+    tokens = rank_tokens(batch_plan.assignment, lengths)
     copies = np.asarray(_copies_to_nodes(batch_plan.layer_plans(), topology))
-    return np.minimum(copies, tokens.reshape(len(sample), 1, -1, 1)).astype(np.int32)
+    return np.minimum(copies, tokens.reshape(len(tokens), 1, -1, 1)).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
