@@ -35,14 +35,14 @@ def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
     state = planner.init(topology, replay.expert_ids.shape[2], key=planner_key)
     assign_key = jax.random.split(key)[1]
 
-    def plan(cost_model: CostModel) -> tuple[list[BatchPlan], Batch, Topology, list[Price]]:
+    def plan(cost_model: CostModel) -> tuple[tuple[BatchPlan], Batch, Topology, tuple[Price]]:
         price = cost_model.price(topology)
         batch = count_for_planner(replay, planner, topology, [price])
         number = setting.batches.num_micro_batches
         batch_plan, _ = plan_batch(
             batch, planner, state, topology, stages=number, assign=entry.assign, key=assign_key, cost=price
         )
-        return [batch_plan], batch, topology, [price]
+        return (batch_plan,), batch, topology, (price,)
 
     inside, across = (dataclasses.replace(cost_model, across_nodes=where) for where in (False, True))
     planned = plan(inside)
