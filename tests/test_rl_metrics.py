@@ -163,7 +163,7 @@ def test_tell_compilations_names_every_program(ran):
         "decode",
         "count",
         "plan_rounds",
-        "node_visits",
+        "count_visits",
         "prepare",
         "prepare_residents",
         "recompute",
