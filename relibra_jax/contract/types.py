@@ -287,6 +287,9 @@ class Price:
     tiles."""
     scale: Float[Array, ""] | float = 1.0
     """The number of rows for which one counted row stands, because buffer sizes are rounded up to whole rows."""
+    across_nodes: Bool[Array, ""] | bool = False
+    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks. It is data,
+    because one compiled planner tries both."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
     exchange: str = field(default="ragged", metadata={"static": True})
@@ -307,8 +310,6 @@ class Price:
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
-    across_nodes: bool = field(default=False, metadata={"static": True})
-    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks."""
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

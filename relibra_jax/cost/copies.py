@@ -71,10 +71,11 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
         topology: the expert-parallel group.
         cost: the price. The part is 0 unless replicas may be on other nodes.
     """
-    if not (cost.across_nodes and cost.fetches == "padded" and topology.replica_slots):
+    if cost.fetches != "padded" or not topology.replica_slots:
         return jnp.zeros(())
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
-    return _padded_time(_padded_exports(plans, topology), topology, cost, 1.0)
+    seconds = _padded_time(_padded_exports(plans, topology), topology, cost, 1.0)
+    return jnp.where(cost.across_nodes, seconds, 0.0)
 
 
 def _padded_exports(plans: LayerPlan, topology: Topology) -> Float[jax.Array, ""]:

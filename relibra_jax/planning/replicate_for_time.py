@@ -62,9 +62,10 @@ def replicate_for_time(
     """
     options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
     inside = _inside(request, placement, topology, **options)
-    if not request.price.across_nodes or topology.num_nodes == 1 or not topology.replica_slots:
+    if topology.num_nodes == 1 or not topology.replica_slots:
         return inside
-    return _fastest(request, placement, inside, topology, **options)
+    fastest = functools.partial(_fastest, request, placement, inside, topology, **options)
+    return jax.lax.cond(request.price.across_nodes, fastest, lambda: inside)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))

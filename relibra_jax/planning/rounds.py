@@ -408,7 +408,11 @@ def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
     """Average the prices over the samples of all stages; pushes add up, because residents serve all stages."""
     total = sum(map(len, samples))
     parts = [len(stage_range) / total for stage_range in samples]
-    mean = jax.tree.map(lambda *costs: sum(map(operator.mul, costs, parts)), *prices)
+
+    def mean_cost(*costs: Any) -> Any:
+        return costs[0] if jnp.result_type(costs[0]) == bool else sum(map(operator.mul, costs, parts))
+
+    mean = jax.tree.map(mean_cost, *prices)
     pushes = {name: sum(getattr(price, name) for price in prices) for name in ("push", "push_inside")}
     return dataclasses.replace(mean, **pushes)
 
