@@ -19,7 +19,7 @@ from relibra_jax.contract.types import LayerPlan, RoutingReplay, Topology
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import LanguageModel, make_model
 from relibra_jax.models.attention import Attention, attention_implementation
-from relibra_jax.models.language_model import abstract_model
+from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import Stage, plan_batch
@@ -250,7 +250,8 @@ def test_language_model_decoding_writes_the_cache_in_place(dense_layers):
     """The compiled program writes only slices into arrays of the cache's size."""
     room = 300
     config = dataclasses.replace(CONFIG, dense_layers=dense_layers, dense_width=24)
-    graph, state, _ = abstract_model(config, TOPOLOGY, MESH)
+    make = model_maker(config, TOPOLOGY, MESH, fsdp_axis=None, shard_dense=False)
+    graph, state, _ = abstract_model(make, MESH)
     cache = jax.eval_shape(lambda: LanguageModel.empty_cache(nnx.merge(graph, state), SAMPLES, room, LIVE))
 
     def decode(state, tokens, cache):

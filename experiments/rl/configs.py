@@ -44,7 +44,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps"), 0),
         **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
-        **dict.fromkeys(("checkpoint_every", "evaluate_every"), 1),
+        **dict.fromkeys(("checkpoint_every", "evaluate_every", "data", "fsdp"), 1),
         "patience": 6,
         "hung_after": 10,
     }
@@ -83,6 +83,14 @@ class Train:
     anneal_steps: int = 50
     """The annealing steps in each round of assigning samples to micro-batches and ranks. 0 keeps samples in order."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
+    data: int = 1
+    """The number of data-parallel copies of the expert-parallel group, which hold the same experts."""
+    fsdp: int = 1
+    """The number of further copies of the group, over which every expert is sharded along the model width.
+    A run has data x fsdp x nodes x ranks_per_node devices."""
+    shard_dense: bool = False
+    """Whether everything but experts is sharded too, over the ranks of a group and ``fsdp``, and not on every rank.
+    Layers then gather it before they use it."""
     seeds: tuple[int, ...] = (0,)
     """The seeds of weights, prompts and sampling. Each seed is a run of its own."""
     warmup_steps: int = 100
@@ -228,7 +236,7 @@ class Train:
 
     def _check_division(self) -> None:
         """Check that samples divide evenly over updates, ranks and micro-batches."""
-        ranks = self.topology.num_ranks
+        ranks = self.num_ranks
         samples = f"prompts={self.prompts} x responses_per_prompt={self.responses_per_prompt} = {self.samples} samples"
         if self.prompts % self.updates:
             raise ValueError(
@@ -375,6 +383,16 @@ class Train:
     def topology(self) -> Topology:
         """The expert-parallel group: the ranks with the model's experts."""
         return self.ranks.topology(self.model_config.num_experts)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all copies of the group together."""
+        return self.data * self.fsdp * self.topology.num_ranks
+
+    @property
+    def fsdp_axis(self) -> str | None:
+        """The name of the mesh axis over which experts are sharded. None if there is one copy."""
+        return "fsdp" if self.fsdp > 1 else None
 
     @property
     def planner_entry(self) -> PlannerEntry:

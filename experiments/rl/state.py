@@ -44,11 +44,12 @@ class State:
     def __init__(self, config: Train, seed: int, mesh: Mesh):
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
+        sharding: dict[str, Any] = {"fsdp_axis": config.fsdp_axis, "shard_dense": config.shard_dense}
         if config.model is None:
-            policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights)
+            policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights, **sharding)
         else:
             check_training_memory(config.model, config.model_config, mesh)
-            policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
+            policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype, **sharding)
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
         rates = (config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
         tx = _adamw(*rates, critic_rate=config.critic.rate if config.algorithm_entry.critic else None)

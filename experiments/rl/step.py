@@ -72,8 +72,8 @@ class RecomputeOutput(NamedTuple):
     log_probs: Float[Array, "M B T"]
     """The log-probabilities, float32. Entry t belongs to token t."""
     load: Int[Array, "M L N G E"]
-    """The load of the routing that ran."""
-    slot_rows: Int[Array, "M L N G S"]
+    """The load of the routing that ran; micro-batches of further data-parallel groups are additional entries of M."""
+    slot_rows: Int[Array, "M L *data N G S"]
     """The number of rows that every slot computed."""
     expert_ids: Integer[Array, "M B T L K"] | None
     """The routing that ran, in the smallest dtype that holds it. None unless it is recorded."""
@@ -92,8 +92,8 @@ class StepMetrics(NamedTuple):
     gradient_norm: Float[Array, ""]
     """The norm of the update's gradient, before clipping."""
     load: Int[Array, "M L N G E"]
-    """The load of the routing that ran, counted in the step."""
-    slot_rows: Int[Array, "M L N G S"]
+    """The load of the routing that ran, counted in the step; as in `RecomputeOutput`."""
+    slot_rows: Int[Array, "M L *data N G S"]
     """The number of rows that every slot computed."""
     routing_changed: Int[Array, "M L"]
     """The number of expert choices in which the live router differs from the record. 0 without a record."""
@@ -163,7 +163,8 @@ def recompute(
         values = None if agent.critic is None else token_values(agent.critic, output.hidden)
         return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
 
-    return jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
+    output = jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
+    return output._replace(load=_as_micro_batches(output.load))
 
 
 @nnx.jit(static_argnames=("temperature", "clip", "critic", "balance"), donate_argnames=("residents",))
@@ -227,12 +228,12 @@ def update(
         counts = (load, output.slot_rows, _count_changes(model, output, samples))
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
-    gradients, (shares, *counts) = accumulate_gradients(
+    gradients, (shares, load, *counts) = accumulate_gradients(
         agent, objective, batch, samples, residents=residents, step=optimizer.step[...]
     )
     optimizer.update(agent, gradients)
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), *counts)
+    return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), _as_micro_batches(load), *counts)
 
 
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
@@ -269,12 +270,22 @@ def _run(
     return output, log_probs
 
 
-def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:
-    """Count the load of the routing that ran in one micro-batch."""
+def _count_load(
+    output: ModelOutput, mask: Array, parallel: ExpertParallel
+) -> Int[jax.Array, "groups L N G E"]:
+    """Count the load of the routing that ran in one micro-batch, group by group."""
     experts = parallel.topology.num_experts
     by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
-    by_rank = by_sample.reshape(*parallel.ranks, -1, *by_sample.shape[1:]).sum(2, dtype=jnp.int32)
-    return jnp.moveaxis(by_rank, 2, 0)
+    by_rank = by_sample.reshape(
+        -1, *parallel.ranks, len(by_sample) // parallel.num_ranks, *by_sample.shape[1:]
+    )
+    return jnp.moveaxis(by_rank.sum(3, dtype=jnp.int32), 3, 1)
+
+
+def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "groups*M L N G E"]:
+    """Make the loads of data-parallel groups further micro-batches, one group after another, as plans have them."""
+    load = jnp.asarray(load)
+    return load.swapaxes(0, 1).reshape(-1, *load.shape[2:])
 
 
 def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:

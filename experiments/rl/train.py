@@ -82,7 +82,7 @@ def run_train(
             writer = import_writer(config.writer)
         console = console if is_first() else Console(quiet=True)
         compile_quickly()
-        host_devices(config.topology.num_ranks)
+        host_devices(config.num_ranks)
         _check_planner(config)
         _check_processes(config)
         folder = run_folder(config, name)

@@ -82,7 +82,8 @@ class Trainer:
                 f" {config.model_config.vocabulary}"
             )
         self.prompts = Prompts(config, find_task(config.task) if task is None else task, tokenizer)
-        self.mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
+        copies = {name: size for name in ("data", "fsdp") if (size := getattr(config, name)) > 1}
+        self.mesh = expert_mesh(config.topology, devices=host_devices(config.num_ranks), **copies)
         self.state = State(config, seed, self.mesh)
         self.sampler = Sampler(config, seed, self.state, self.prompts)
         self.replay: RoutingReplay | None = None

@@ -23,12 +23,15 @@ from relibra_jax.nnx import MoELayer, MoEOutput
 class Block(nnx.Module):
     """A transformer layer with experts; `relibra_jax.models.LanguageModel` stacks them."""
 
-    def __init__(self, config: ModelConfig, topology: Topology, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, topology: Topology, *, fsdp_axis: str | None = None, rngs: nnx.Rngs
+    ):
         self.attention = Attention(config, rngs=rngs)
         self.experts = MoELayer(
             *(topology, config.width, config.expert_width, config.gating),
             shared_width=config.shared_width,
             param_dtype=jnp.dtype(config.param_dtype),
+            fsdp_axis=fsdp_axis,
             rngs=rngs,
         )
         self.attention_norm, self.experts_norm = (_norm(config, rngs) for _ in range(2))

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
 from relibra_jax.models.hf_tensors import EXPERTS, Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.nnx import get_homes
+from relibra_jax.nnx.variables import expert_fsdp_axis, expert_spec
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -47,7 +48,7 @@ def pretrained_tensors(
         if path == EXPERTS:
             value = _take_expert(parameter, index[0], int(home[index]))
         else:
-            value = _at(parameter.addressable_data(0), index)
+            value = _take_dense(parameter, index)
         for part in parts:
             shape = part.tensor_shape
             options = {
@@ -78,8 +79,10 @@ def _take_expert(experts: Any, layer: int, slot: int) -> jax.Array:
     """Read the weights ``[3, D, F]`` of the expert in a flat home slot, onto one device."""
     local, slots = experts.shape[2:4]
     rank, own = divmod(slot, slots)
-    if not experts.is_fully_addressable:
-        return _broadcast(experts, layer, own, rank, mesh=experts.sharding.mesh).addressable_data(0)
+    fsdp_axis = expert_fsdp_axis(tuple(experts.sharding.spec))
+    if fsdp_axis or not experts.is_fully_addressable:
+        where = {"mesh": experts.sharding.mesh, "fsdp_axis": fsdp_axis}
+        return _broadcast(experts, layer, own, rank, **where).addressable_data(0)
     place = (rank // local, rank % local)
     [data, *_] = [
         shard.data
@@ -87,6 +90,18 @@ def _take_expert(experts: Any, layer: int, slot: int) -> jax.Array:
         if tuple(at.start or 0 for at in shard.index[1:3]) == place
     ]
     return _at(data, (layer, 0, 0, own))
+
+
+def _take_dense(parameter: Any, index: tuple[int, ...]) -> jax.Array:
+    """Read one part of a dense parameter, onto one device; a sharded one is gathered for it, part by part."""
+    if parameter.is_fully_replicated:
+        return _at(parameter.addressable_data(0), index)
+    return _gathered(parameter, index, mesh=parameter.sharding.mesh).addressable_data(0)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _gathered(array: jax.Array, index: tuple[Any, ...], *, mesh: Mesh) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array[index], NamedSharding(mesh, PartitionSpec()))
 
 
 @jax.jit
@@ -103,8 +118,10 @@ def _as_tensor(
     return value.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames="mesh")
-def _broadcast(experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("mesh", "fsdp_axis"))
+def _broadcast(
+    experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh, fsdp_axis: str | None
+) -> jax.Array:
     """Broadcast the weights ``[3, D, F]`` of one rank's expert to all devices, bit by bit the same."""
     local = experts.shape[2]
 
@@ -114,9 +131,11 @@ def _broadcast(experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mes
         # The sum is over integers, because a sum of floats would turn a negative zero into a positive one.
         bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
         bits = jax.lax.psum(jnp.where(is_owner, bits, 0), RANKS)
+        if fsdp_axis is not None:
+            bits = jax.lax.all_gather(bits, fsdp_axis, axis=1, tiled=True)
         return jax.lax.bitcast_convert_type(bits, value.dtype)
 
-    spec = PartitionSpec(None, *RANKS)
+    spec = PartitionSpec(None, *expert_spec(fsdp_axis))
     return jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(
         experts
     )

@@ -9,6 +9,7 @@ the left and followed by padding, so attention needs only the causal mask.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import SequencePacking
+from relibra_jax.nnx.dense_sharding import dense_axes, gather_dense, mark_dense
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -51,13 +53,24 @@ class LanguageModel(nnx.Module):
     Args:
         config: the sizes and architecture options.
         topology: the expert-parallel group.
+        fsdp_axis: the mesh axis over which every expert is sharded too. None if there is none.
+        shard_dense: the mesh axes over which dense parameters are sharded, with their sizes
+            (`relibra_jax.nnx.dense_sharding`). None keeps them on every rank.
         rngs: the random keys with which the parameters are initialised.
 
     Raises:
         ValueError: if config and topology have different numbers of experts, or a token has more experts than exist.
     """
 
-    def __init__(self, config: ModelConfig, topology: Topology, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        *,
+        fsdp_axis: str | None = None,
+        shard_dense: Mapping[str, int] | None = None,
+        rngs: nnx.Rngs,
+    ):
         if topology.num_experts != config.num_experts:
             raise ValueError(
                 f"the config has {config.num_experts} experts, but the topology has {topology.num_experts}"
@@ -68,12 +81,15 @@ class LanguageModel(nnx.Module):
         self.embedding = nnx.Param(init(rngs.params(), (config.vocabulary, config.width)))
         dense = nnx.vmap(lambda rngs: DenseBlock(config, rngs=rngs))
         self.dense = dense(rngs.split(config.dense_layers)) if config.dense_layers else None
-        self.layers = nnx.vmap(lambda rngs: Block(config, topology, rngs=rngs))(rngs.split(config.moe_layers))
+        block = nnx.vmap(lambda rngs: Block(config, topology, fsdp_axis=fsdp_axis, rngs=rngs))
+        self.layers = block(rngs.split(config.moe_layers))
         head = None if config.tied else init(rngs.params(), (config.width, config.vocabulary))
         self.head = None if head is None else nnx.Param(head)
         self.norm = nnx.RMSNorm(
             config.width, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
+        if shard_dense is not None:
+            mark_dense(self, shard_dense, dtype)
 
     def __call__(
         self,
@@ -164,7 +180,8 @@ class LanguageModel(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         else:
             positions, cache = cache.add_columns(mask)
-        x = self.embedding[...].astype(config.dtype)[tokens]
+        embedding = gather_dense(self.embedding, parallel.mesh)
+        x = embedding[...].astype(config.dtype)[tokens]
         x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
 
         def dense(block, x, cache):
@@ -177,9 +194,10 @@ class LanguageModel(nnx.Module):
             return x, cache, (moe.expert_ids, moe.router_logits, moe.slot_rows)
 
         if self.dense is not None:
-            x, cache, _ = _scan(dense, self.dense, 0, x, cache)
-        x, cache, routed = _scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
-        head = self.embedding[...].T if self.head is None else self.head[...]
+            x, cache, _ = _scan(dense, self.dense, 0, x, cache, mesh=parallel.mesh)
+        layers_inputs = (x, cache, expert_ids, layers)
+        x, cache, routed = _scan(moe, self.layers, config.dense_layers, *layers_inputs, mesh=parallel.mesh)
+        head = embedding[...].T if self.head is None else gather_dense(self.head, parallel.mesh)[...]
         hidden = self.norm(x)
         logits = jnp.dot(hidden, head.astype(x.dtype), preferred_element_type=jnp.float32)
         ids, router_logits, slot_rows = routed
@@ -188,7 +206,15 @@ class LanguageModel(nnx.Module):
 
 
 @checks_arguments
-def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
+def make_model(
+    config: ModelConfig,
+    topology: Topology,
+    *,
+    mesh: Mesh,
+    key: jax.Array,
+    fsdp_axis: str | None = None,
+    shard_dense: bool = False,
+) -> LanguageModel:
     """Create a new model with its parameters on ``mesh``; a key gives the same weights on every topology.
 
     Args:
@@ -196,35 +222,50 @@ def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.
         topology: the expert-parallel group.
         mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
         key: the random key with which the parameters are initialised.
+        fsdp_axis: the mesh axis over which every expert is sharded too. None if there is none.
+        shard_dense: whether dense parameters are sharded over the ranks of a group and the FSDP axis
+            (`relibra_jax.nnx.dense_sharding`). Otherwise every rank has them.
 
     Raises:
         ValueError: if `LanguageModel` rejects the config and topology.
     """
-    graph, _, shardings = abstract_model(config, topology, mesh)
-    init = jax.jit(
-        lambda key: nnx.state(LanguageModel(config, topology, rngs=nnx.Rngs(key))), out_shardings=shardings
-    )
+    make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=shard_dense)
+    graph, _, shardings = abstract_model(make, mesh)
+    init = jax.jit(lambda key: nnx.state(make(nnx.Rngs(key))), out_shardings=shardings)
     return nnx.merge(graph, init(key))
 
 
-def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh) -> tuple[Any, Any, Any]:
+def model_maker(
+    config: ModelConfig, topology: Topology, mesh: Mesh, *, fsdp_axis: str | None, shard_dense: bool
+) -> Callable[[nnx.Rngs], LanguageModel]:
+    """Return a function of the random keys that makes a model for a mesh; its arguments are those of `make_model`."""
+    axes = dense_axes(mesh, fsdp_axis) if shard_dense else None
+
+    def make(rngs: nnx.Rngs) -> LanguageModel:
+        return LanguageModel(config, topology, fsdp_axis=fsdp_axis, shard_dense=axes, rngs=rngs)
+
+    return make
+
+
+def abstract_model(make: Callable[[nnx.Rngs], LanguageModel], mesh: Mesh) -> tuple[Any, Any, Any]:
     """Return a model without its arrays: its graph, and the shapes and shardings of its state.
 
     Args:
-        config: the sizes and architecture options.
-        topology: the expert-parallel group.
+        make: a function that makes the model, from `model_maker`.
         mesh: the device mesh.
 
     Raises:
         ValueError: if `LanguageModel` rejects the config and topology.
     """
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0))))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
     return graph, shapes, shardings
 
 
-def _scan(run, blocks, first, x, cache, *inputs):
+def _scan(run, blocks, first, x, cache, *inputs, mesh):
     """Run stacked blocks one after another; the first one is layer ``first`` of the cache.
+
+    Sharded dense parameters are gathered block by block.
 
     Returns:
         ``x`` and the cache, which the loop carries and therefore never copies, and the other outputs of the blocks,
@@ -238,7 +279,8 @@ def _scan(run, blocks, first, x, cache, *inputs):
         x, cache = carry
         state, number, *rest = layer_inputs
         layer_cache = None if cache is None else LayerCache(cache, number)
-        x, layer_cache, output = run(nnx.merge(graph, state), x, layer_cache, *rest)
+        block = nnx.merge(graph, gather_dense(state, mesh))
+        x, layer_cache, output = run(block, x, layer_cache, *rest)
         return (x, None if layer_cache is None else layer_cache.cache), output
 
     (x, cache), outputs = jax.lax.scan(layer, (x, cache), (state, numbers, *inputs))

@@ -23,7 +23,7 @@ from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_config import load_config, read_config
 from relibra_jax.models.hf_tensors import EXPERTS, Part
-from relibra_jax.models.language_model import LanguageModel, abstract_model
+from relibra_jax.models.language_model import LanguageModel, abstract_model, model_maker
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import set_homes
@@ -44,6 +44,8 @@ def load_pretrained(
     home: Int[Array, "L E"] | None = None,
     dtype: DTypeLike = "float32",
     param_dtype: DTypeLike = "float32",
+    fsdp_axis: str | None = None,
+    shard_dense: bool = False,
 ) -> LanguageModel:
     """Load a checkpoint in Hugging Face's format.
 
@@ -55,9 +57,11 @@ def load_pretrained(
         home: the flat home slot of each expert. None places the experts in the order of their ids.
         dtype: the dtype of the computation.
         param_dtype: the dtype of the parameters, to which the values are converted.
+        fsdp_axis, shard_dense: how parameters are sharded besides, as for `relibra_jax.models.make_model`.
 
     Returns:
-        The model with its parameters on the mesh: experts are sharded over the ranks, all else is replicated.
+        The model with its parameters on the mesh: experts are sharded over the ranks, all else is replicated or, with
+        ``shard_dense``, sharded too.
 
     Raises:
         ValueError: if the architecture or a field of the config is not supported; if tensors are missing, unexpected or
@@ -68,8 +72,9 @@ def load_pretrained(
     check_mesh(mesh, topology)
     with fail_together(f"loading {folder}"):
         config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
-        graph, shapes, shardings = abstract_model(config, topology, mesh)
-        check_device_memory(str(folder), shapes, mesh, topology)
+        make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=shard_dense)
+        graph, shapes, shardings = abstract_model(make, mesh)
+        check_device_memory(str(folder), shapes, shardings, mesh)
         files = TensorFiles(folder)
         parts, skipped = check_tensors(files, config, read_config(folder))
     if skipped:

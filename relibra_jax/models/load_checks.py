@@ -6,12 +6,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from relibra_jax.contract.types import Topology
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_architectures import Fields
 from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.tensor_files import TensorFiles, group_names
-from relibra_jax.nnx import ExpertParam
 from relibra_jax.support.limits import machine_memory
 
 GIB = 2**30
@@ -78,43 +76,42 @@ def _is_unused(name: str, config: ModelConfig, fields: Fields) -> bool:
     return any(name.startswith(f"model.layers.{layer}.") for layer in extra_numbers)
 
 
-def rank_bytes(shapes: Any, topology: Topology) -> tuple[int, int]:
-    """Return the bytes of a model's parameters on one rank: those of its own experts, and those that every rank has.
+def rank_bytes(shapes: Any, shardings: Any) -> tuple[int, int]:
+    """Return the bytes of a model's parameters on one rank: its parts of sharded ones, and those that every rank has.
 
     Args:
         shapes: the model's state, or its shapes.
-        topology: the expert-parallel group.
+        shardings: the sharding of every array of the state.
     """
     own = replicated = 0
-    for variable in jax.tree.leaves(shapes, is_leaf=lambda leaf: hasattr(leaf, "get_raw_value")):
-        value = variable.get_raw_value()
-        size = int(np.prod(value.shape, dtype=np.int64)) * value.dtype.itemsize
-        if isinstance(variable, ExpertParam):
-            own += size // topology.num_ranks
-        else:
+    for array, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True):
+        size = int(np.prod(sharding.shard_shape(array.shape), dtype=np.int64)) * array.dtype.itemsize
+        if sharding.is_fully_replicated:
             replicated += size
+        else:
+            own += size
     return own, replicated
 
 
-def check_device_memory(name: str, shapes: Any, mesh: Mesh, topology: Topology) -> None:
+def check_device_memory(name: str, shapes: Any, shardings: Any, mesh: Mesh) -> None:
     """Raise an error if a rank's parameters exceed the memory of its device.
 
     Args:
         name: the name of the checkpoint, for the error message.
         shapes: the shapes of the model's state.
+        shardings: the sharding of every array of the state.
         mesh: the device mesh.
-        topology: the expert-parallel group.
 
     Raises:
         ValueError: if they do; the message has the computed sizes.
     """
-    own, replicated = rank_bytes(shapes, topology)
+    own, replicated = rank_bytes(shapes, shardings)
     available = memory_of_a_device(mesh)
     if own + replicated > available:
         raise ValueError(
-            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB of experts,"
-            f" sharded over {topology.num_ranks} ranks, and {replicated / GIB:.2f} GiB that every rank has), but"
-            f" a device has only {available / GIB:.2f} GiB; use more ranks, or a smaller param_dtype"
+            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB sharded over"
+            f" {mesh.size} ranks, and {replicated / GIB:.2f} GiB that every rank has), but a device has only"
+            f" {available / GIB:.2f} GiB; use more ranks, a smaller param_dtype, or shard_dense=True"
         )
 
 

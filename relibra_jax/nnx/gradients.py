@@ -18,8 +18,9 @@ from jaxtyping import Integer, PyTree
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
+from relibra_jax.nnx.dense_sharding import shard_like_dense
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.nnx.variables import AXES, ExpertParam
+from relibra_jax.nnx.variables import ExpertParam, expert_fsdp_axis
 from relibra_jax.support.argument_types import checks_arguments
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
@@ -90,7 +91,8 @@ def accumulate_gradients(
     def zeros(leaf):
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
-    initial_total = jax.tree.map(zeros, (params, weights))
+    totals, resident_totals = jax.tree.map(zeros, (params, weights))
+    initial_total = (shard_like_dense(totals, batch.parallel.mesh), resident_totals)
     update_inputs = jax.tree.map(lambda leaf: leaf[micro_batches], (samples, batch.layers()))
     (gradients, resident_gradients), auxiliary = jax.lax.scan(accumulate, initial_total, update_inputs)
     if weights is not None:
@@ -174,6 +176,5 @@ def _is_variable(leaf: Any) -> bool:
 
 def _fsdp_axis(leaf: ExpertParam) -> str | None:
     """Return the mesh axis over which experts are sharded along D."""
-    spec = tuple(leaf.get_metadata("out_sharding", None) or ())
-    width_axis = max(len(leaf.shape) - AXES, 0) + 4
-    return spec[width_axis] if len(spec) > width_axis else None
+    spec = leaf.get_metadata("out_sharding", None)
+    return expert_fsdp_axis(tuple(spec)) if spec else None

@@ -43,6 +43,16 @@ class Homes(nnx.Variable):
     """Flat home slot of each expert, ``[E]`` int32: the layout of the layer's expert weights."""
 
 
+def expert_fsdp_axis(spec: tuple[str | None, ...]) -> str | None:
+    """Return the mesh axis over which experts are sharded along D, from the sharding spec of their weights.
+
+    >>> expert_fsdp_axis((None, "node", "local", None, None, "fsdp"))
+    'fsdp'
+    """
+    width = spec.index(NODE) + 4
+    return spec[width] if len(spec) > width else None
+
+
 def expert_spec(fsdp_axis: str | None = None) -> PartitionSpec:
     """Return the sharding of expert weights ``[N, G, H, 3, D, F]``: over the ranks, and along D over an FSDP axis.
 

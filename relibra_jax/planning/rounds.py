@@ -410,7 +410,9 @@ def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
     parts = [len(stage_range) / total for stage_range in samples]
 
     def mean_cost(*costs: Any) -> Any:
-        return costs[0] if jnp.result_type(costs[0]) == bool else sum(map(operator.mul, costs, parts))
+        return (
+            costs[0] if jnp.result_type(costs[0]) is jnp.dtype(bool) else sum(map(operator.mul, costs, parts))
+        )
 
     mean = jax.tree.map(mean_cost, *prices)
     pushes = {name: sum(getattr(price, name) for price in prices) for name in ("push", "push_inside")}

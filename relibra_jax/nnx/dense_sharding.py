@@ -1,0 +1,167 @@
+"""Dense parameters sharded over the ranks, and gathered where a layer uses them.
+
+Only experts belong to single ranks. All other parameters (attention, router, dense and shared MLPs, embedding, output
+head) are the same for all ranks, and with AdamW they take 16 to 20 bytes for each value of the model on every rank.
+Sharded, each rank stores and updates a part of them, as ZeRO does in its third stage (S. Rajbhandari et al.,
+arXiv:1910.02054). A layer casts its part to the dtype of the computation and then gathers all parts, inside
+`jax.checkpoint`, so the backward pass gathers them again. Gradients are scattered as they come: a sum once an update
+would need fewer bytes, but a whole gradient on every rank.
+
+Vectors (norms, biases) stay on every rank: they are small, and each would cost an exchange of its own.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import DTypeLike
+
+from relibra_jax.execution.mesh import RANKS
+from relibra_jax.nnx.variables import ExpertParam
+
+STACKS: Final = ("layers", "dense")
+"""The modules of a model whose parameters are stacked along a leading axis of layers, which is never split."""
+FLOAT32: Final = ("router",)
+"""The parameters that are not cast before they are gathered, because routing is computed in float32."""
+
+
+def dense_axes(mesh: Mesh, fsdp_axis: str | None = None) -> dict[str, int]:
+    """Return the mesh axes over which dense parameters are sharded, with their sizes: FSDP, node and local.
+
+    Args:
+        mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
+        fsdp_axis: the mesh axis over which experts are sharded as well. None if there is none.
+    """
+    names = RANKS if fsdp_axis is None else (fsdp_axis, *RANKS)
+    return {name: mesh.shape[name] for name in names}
+
+
+def dense_spec(shape: tuple[int, ...], axes: Mapping[str, int]) -> PartitionSpec | None:
+    """Return the sharding of a dense parameter: over as many of the axes as one of its own axes divides over.
+
+    Args:
+        shape: the shape of the parameter, without an axis of layers.
+        axes: the mesh axes with their sizes, slowest first. Leading ones are left out until an axis of the parameter
+            divides.
+
+    Returns:
+        The spec, which splits the largest axis that divides. None for vectors, and if no axis divides.
+
+    >>> axes = {"fsdp": 5, "node": 4, "local": 8}
+    >>> dense_spec((4096, 64, 128), axes), dense_spec((151936, 4096), {"node": 4, "local": 8})
+    (P(('node', 'local'), None, None), P(('node', 'local'), None))
+    """
+    names = tuple(axes)
+    for first in range(len(names) if len(shape) > 1 else 0):
+        ranks = math.prod(axes[name] for name in names[first:])
+        if divisible := [axis for axis, size in enumerate(shape) if size % ranks == 0]:
+            split = max(divisible, key=lambda axis: shape[axis])
+            return PartitionSpec(*(names[first:] if axis == split else None for axis in range(len(shape))))
+    return None
+
+
+def mark_dense(model: nnx.Module, axes: Mapping[str, int], dtype: DTypeLike) -> None:
+    """Give the dense parameters of a model their sharding metadata, in place.
+
+    ``nnx.get_partition_spec`` then says where they belong, and `gather_dense` gathers them.
+
+    Args:
+        model: a `relibra_jax.models.LanguageModel`, or a module with the same names.
+        axes: the mesh axes with their sizes, from `dense_axes`.
+        dtype: the dtype of the computation, to which parameters are cast before they are gathered.
+    """
+    for path, module in list(nnx.iter_modules(model)):
+        leading = 1 if path and path[0] in STACKS else 0
+        for name, variable in list(vars(module).items()):
+            if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam):
+                continue
+            value = variable.get_raw_value()
+            spec = dense_spec(value.shape[leading:], axes)
+            if spec is not None:
+                marked = nnx.Param(
+                    value,
+                    out_sharding=(*[None] * leading, *spec),
+                    eager_sharding=False,
+                    compute_dtype=None if name in FLOAT32 else dtype,
+                )
+                setattr(module, name, marked)
+
+
+def gather_dense[T](state: T, mesh: Mesh) -> T:
+    """Gather the sharded dense parameters among variables, for the computation of one layer.
+
+    Args:
+        state: a tree of variables: one, or the state of a module, with or without its axis of layers.
+        mesh: the device mesh.
+
+    Returns:
+        The tree with whole parameters in the dtype of the computation. Other variables are as they were. Gradients come
+        back sharded as the parameters are.
+    """
+
+    def gather(variable: Any) -> Any:
+        sharding = dense_sharding(variable, mesh)
+        if sharding is None:
+            return variable
+        value, dtype = variable.get_raw_value(), variable.get_metadata("compute_dtype")
+        return variable.replace(_gather(value if dtype is None else value.astype(dtype), sharding))
+
+    return jax.tree.map(gather, state, is_leaf=_is_variable)
+
+
+def shard_like_dense[T](state: T, mesh: Mesh) -> T:
+    """Constrain the arrays of dense parameters, or of their gradients, to the sharding that their metadata says.
+
+    Args:
+        state: a tree of variables.
+        mesh: the device mesh.
+    """
+
+    def constrain(variable: Any) -> Any:
+        sharding = dense_sharding(variable, mesh)
+        if sharding is None:
+            return variable
+        return variable.replace(jax.lax.with_sharding_constraint(variable.get_raw_value(), sharding))
+
+    return jax.tree.map(constrain, state, is_leaf=_is_variable)
+
+
+def dense_sharding(variable: Any, mesh: Mesh) -> NamedSharding | None:
+    """Return the sharding of a dense parameter; None for all other variables and for dense ones on every rank.
+
+    Args:
+        variable: a variable, whose value may lack the axis of layers that its metadata has.
+        mesh: the device mesh.
+    """
+    if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam):
+        return None
+    spec = variable.get_metadata("out_sharding", None)
+    if not spec:
+        return None
+    spec = tuple(spec)
+    return NamedSharding(mesh, PartitionSpec(*spec[len(spec) - variable.get_raw_value().ndim :]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    value = jax.lax.with_sharding_constraint(value, sharding)  # the cast stays before the exchange
+    return jax.lax.with_sharding_constraint(value, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _gather_forward(value: jax.Array, sharding: NamedSharding) -> tuple[jax.Array, None]:
+    return _gather(value, sharding), None
+
+
+def _scatter_gradient(sharding: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, sharding),)
+
+
+_gather.defvjp(_gather_forward, _scatter_gradient)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

@@ -1,0 +1,70 @@
+"""Runs over copies of the expert-parallel group, with dense parameters sharded: they learn what one group learns."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support.runs import SIZES, SMALL
+
+from experiments.rl.configs import Train
+from experiments.rl.step_clock import StepClock
+from experiments.rl.trainer import Trainer
+from relibra_jax.evaluation import Ranks
+from relibra_jax.models import pretrained_tensors
+from relibra_jax.nnx import ExpertParam
+
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+ONE_GROUP = {"ranks": Ranks(nodes=1, ranks_per_node=2)}
+COPIES = {**ONE_GROUP, "data": 2, "fsdp": 2, "shard_dense": True}
+LOOSE = 2e-4
+"""The relative tolerance of what training changed: sums of float32 have another order, and AdamW divides by them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_sizes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.state.FIRST_CAPACITIES", SIZES)
+        yield
+
+
+@functools.cache
+def trained(copies):
+    """Warm up for two updates, then learn once; return the trainer and the metrics of the steps."""
+    # As many tokens in a micro-batch of all ranks together, so that sums differ in their order alone.
+    changes = COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
+    trainer = Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | changes)), 0)
+    metrics = [trainer.warm_up(), trainer.warm_up(), trainer.learn()]
+    return trainer, metrics
+
+
+@pytest.mark.slow
+def test_run_over_copies_with_sharded_dense_parameters_learns_the_same():
+    (one, of_one), (several, of_several) = trained(False), trained(True)
+    for before, after in zip(of_one[:2], of_several[:2], strict=True):
+        assert after["warmup/loss"] == pytest.approx(before["warmup/loss"], rel=1e-6)
+    assert several.mesh.shape == {"data": 2, "fsdp": 2, "node": 1, "local": 2}
+    # Both sample with the same keys, so up to rounding they learn from the same responses.
+    assert of_several[2]["reward/mean"] == of_one[2]["reward/mean"]
+    assert of_several[2]["policy/gradient_norm"] == pytest.approx(of_one[2]["policy/gradient_norm"], rel=1e-4)
+    desired = dict(pretrained_tensors(one.state.agent.policy))
+    for name, value in pretrained_tensors(several.state.agent.policy):
+        np.testing.assert_allclose(
+            value, desired[name], atol=LOOSE * np.abs(desired[name]).max(), err_msg=name
+        )
+
+
+@pytest.mark.slow
+def test_sharded_parameters_and_their_optimizer_state_take_a_part_of_the_memory():
+    trainer, _ = trained(True)
+    ranks = 4  # fsdp and local
+    for tree in (trainer.state.agent, trainer.state.optimizer):
+        for path, leaf in jax.tree.leaves_with_path(nnx.state(tree)):
+            kernel = any(
+                name in jax.tree_util.keystr(path) for name in ("kernel", "embedding", "router", "head")
+            )
+            if kernel and leaf.ndim > 1:
+                assert leaf.addressable_shards[0].data.size * ranks == leaf.size, path
+    experts = jax.tree.leaves(nnx.state(trainer.state.agent, ExpertParam))
+    assert all(leaf.sharding.spec[5] == "fsdp" for leaf in experts)
