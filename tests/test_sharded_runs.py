@@ -9,7 +9,6 @@ from flax import nnx
 from support.runs import SIZES, SMALL
 
 from experiments.rl.configs import Train
-from experiments.rl.step_clock import StepClock
 from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
 from relibra_jax.models import pretrained_tensors

@@ -79,7 +79,7 @@ def _take_expert(experts: Any, layer: int, slot: int) -> jax.Array:
     """Read the weights ``[3, D, F]`` of the expert in a flat home slot, onto one device."""
     local, slots = experts.shape[2:4]
     rank, own = divmod(slot, slots)
-    fsdp_axis = expert_fsdp_axis(tuple(experts.sharding.spec))
+    fsdp_axis = expert_fsdp_axis(tuple(experts.sharding.spec), experts.ndim)
     if fsdp_axis or not experts.is_fully_addressable:
         where = {"mesh": experts.sharding.mesh, "fsdp_axis": fsdp_axis}
         return _broadcast(experts, layer, own, rank, **where).addressable_data(0)

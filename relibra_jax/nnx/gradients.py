@@ -176,5 +176,4 @@ def _is_variable(leaf: Any) -> bool:
 
 def _fsdp_axis(leaf: ExpertParam) -> str | None:
     """Return the mesh axis over which experts are sharded along D."""
-    spec = leaf.get_metadata("out_sharding", None)
-    return expert_fsdp_axis(tuple(spec)) if spec else None
+    return expert_fsdp_axis(tuple(leaf.get_metadata("out_sharding", None) or ()), len(leaf.shape))

@@ -1,5 +1,6 @@
 """The variable types of a mixture-of-experts layer: expert weights, correction bias and homes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -43,14 +44,17 @@ class Homes(nnx.Variable):
     """Flat home slot of each expert, ``[E]`` int32: the layout of the layer's expert weights."""
 
 
-def expert_fsdp_axis(spec: tuple[str | None, ...]) -> str | None:
-    """Return the mesh axis over which experts are sharded along D, from the sharding spec of their weights.
+def expert_fsdp_axis(spec: Sequence[str | None], ndim: int) -> str | None:
+    """Return the mesh axis over which experts are sharded along D.
 
-    >>> expert_fsdp_axis((None, "node", "local", None, None, "fsdp"))
+    Args:
+        spec: the sharding spec of their weights.
+        ndim: the number of axes of their weights, whose last ones are D and F.
+
+    >>> expert_fsdp_axis((None, "node", "local", None, None, "fsdp"), 7)
     'fsdp'
     """
-    width = spec.index(NODE) + 4
-    return spec[width] if len(spec) > width else None
+    return spec[ndim - 2] if len(spec) > ndim - 2 else None
 
 
 def expert_spec(fsdp_axis: str | None = None) -> PartitionSpec:
