@@ -6,6 +6,8 @@ there are any, form a separate stack before the layers with experts.
 
 Arrays are ``[B, T, ...]`` as in any Flax model, and sharded over the ranks along the first axis. Samples are aligned to
 the left and followed by padding, so attention needs only the causal mask.
+
+A model run ends at the hidden states, because the logits of all tokens would be its largest array.
 """
 
 import functools
@@ -30,8 +32,6 @@ from relibra_jax.support.argument_types import checks_arguments
 class ModelOutput(NamedTuple):
     """The outputs of the model for every token; the values at padding are meaningless."""
 
-    logits: Float[Array, "B T V"]
-    """The float32 logits of the next token."""
     expert_ids: Integer[Array, "B T L K"]
     """The routing that the layers ran: the given replay, or the live routing in the dtype of a `RoutingReplay`."""
     router_logits: Float[Array, "B T L E"]
@@ -40,7 +40,8 @@ class ModelOutput(NamedTuple):
     slot_rows: Int[Array, "L *data N G S"]
     """The number of rows that each slot computed."""
     hidden: Float[Array, "B T D"]
-    """The final hidden states, in the dtype of the computation: the input of the output head and of a critic's head."""
+    """The final hidden states, in the dtype of the computation: the input of the output head
+    (`relibra_jax.models.token_log_probs`, `LanguageModel.logits`) and of a critic's head."""
 
 
 class LanguageModel(nnx.Module):
@@ -106,6 +107,24 @@ class LanguageModel(nnx.Module):
             ValueError: while tracing, if the shapes of the arguments are inconsistent.
         """
         return self._run(tokens, mask, expert_ids, layers, None, parallel, packing)[0]
+
+    @property
+    def output_head(self) -> Float[jax.Array, "D V"]:
+        """The weights of the output head, in the dtype of the parameters: the transposed embedding if they are tied."""
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+    def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[jax.Array, "*tokens V"]:
+        """Compute the logits of the token after each given one, for a few tokens: V numbers for each.
+
+        `relibra_jax.models.token_log_probs` computes the log-probabilities of many tokens in chunks.
+
+        Args:
+            hidden: the final hidden states of the tokens, from `ModelOutput`.
+
+        Returns:
+            The logits, float32.
+        """
+        return head_logits(hidden, self.output_head)
 
     def extend(
         self,
@@ -179,12 +198,16 @@ class LanguageModel(nnx.Module):
         if self.dense is not None:
             x, cache, _ = _scan(dense, self.dense, 0, x, cache)
         x, cache, routed = _scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
-        head = self.embedding[...].T if self.head is None else self.head[...]
-        hidden = self.norm(x)
-        logits = jnp.dot(hidden, head.astype(x.dtype), preferred_element_type=jnp.float32)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
-        return ModelOutput(logits, ids, router_logits, slot_rows, hidden), cache
+        return ModelOutput(ids, router_logits, slot_rows, self.norm(x)), cache
+
+
+def head_logits(
+    hidden: Float[Array, "*tokens D"], head: Float[jax.Array, "D V"]
+) -> Float[jax.Array, "*tokens V"]:
+    """Compute float32 logits from hidden states and an output head, which is cast to the dtype of the computation."""
+    return jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 @checks_arguments
