@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from experiments.rl.policy import POLICIES, TINY, token_log_probs
+from experiments.rl.policy import POLICIES, TINY
 from relibra_jax.contract.types import LayerPlan, RoutingReplay, Topology
 from relibra_jax.execution.mesh import RANKS, expert_mesh
-from relibra_jax.models import LanguageModel, make_model
+from relibra_jax.models import LanguageModel, make_model, token_log_probs
 from relibra_jax.models.attention import Attention, attention_implementation
 from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.nnx import ExpertParallel, reorder_experts
@@ -65,6 +65,11 @@ def policy():
 def live():
     run = nnx.jit(lambda policy: policy(TOKENS, MASK, parallel=LIVE))
     return jax.tree.map(np.asarray, run(policy()))
+
+
+@functools.cache
+def live_logits():
+    return np.asarray(policy().logits(live().hidden))
 
 
 def oracle(model, tokens):
@@ -120,7 +125,7 @@ def test_language_model_live_equals_qwen3_moe():
         length = LENGTHS[sample]
         logits, ids = oracle(policy(), TOKENS[sample, :length])
         tolerance = 1e-5 * np.abs(logits).max()
-        np.testing.assert_allclose(output.logits[sample, :length], logits, atol=tolerance)
+        np.testing.assert_allclose(live_logits()[sample, :length], logits, atol=tolerance)
         np.testing.assert_array_equal(output.expert_ids[sample, :length], ids)
     assert output.expert_ids.dtype == np.uint8
     assert output.router_logits.shape == (*TOKENS.shape, CONFIG.layers, CONFIG.num_experts)
@@ -156,9 +161,10 @@ def gradient_step(model, ids, plans):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
-        output = nnx.merge(graph, params, rest)(TOKENS, MASK, ids, plans, parallel=SAFE)
-        log_probs = token_log_probs(output.logits, TOKENS)
-        return (log_probs * MASK).sum(), (output.logits, log_probs, output.expert_ids)
+        model = nnx.merge(graph, params, rest)
+        output = model(TOKENS, MASK, ids, plans, parallel=SAFE)
+        log_probs = token_log_probs(model, output.hidden, TOKENS, parallel=SAFE)
+        return (log_probs * MASK).sum(), (model.logits(output.hidden), log_probs, output.expert_ids)
 
     return jax.grad(loss, has_aux=True)(params)
 
@@ -173,10 +179,10 @@ def by_expert(model, leaf):
 @pytest.mark.slow
 def test_language_model_replay_equals_live_under_every_plan():
     grads, (logits, log_probs, ids) = gradient_step(policy(), *replayed("static"))
-    expected = np.where(MASK[..., None], live().logits, 0)
+    expected = np.where(MASK[..., None], live_logits(), 0)
     np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=1e-6)
     np.testing.assert_array_equal(ids, live().expert_ids)
-    chance = jax.nn.log_softmax(live().logits[12, 1])[TOKENS[12, 2]]
+    chance = jax.nn.log_softmax(live_logits()[12, 1])[TOKENS[12, 2]]
     np.testing.assert_allclose(log_probs[12, 2], chance, atol=1e-6)
     assert not log_probs[:, 0].any()
 
@@ -203,8 +209,10 @@ def test_language_model_routes_live_under_a_plan_of_another_load():
         np.where(MASK[..., None, None], output.expert_ids[::-1], 0),
         np.where(MASK[..., None, None], live().expert_ids, 0),
     )
-    expected = np.where(MASK[..., None], live().logits, 0)
-    np.testing.assert_allclose(np.where(MASK[..., None], output.logits[::-1], 0), expected, atol=2e-6)
+    expected = np.where(MASK[..., None], live_logits(), 0)
+    np.testing.assert_allclose(
+        np.where(MASK[..., None], policy().logits(output.hidden)[::-1], 0), expected, atol=2e-6
+    )
 
 
 @pytest.mark.slow
@@ -235,9 +243,9 @@ def test_language_model_token_by_token_equals_the_whole_sequence(fewest_read, mo
             token_columns.reshape(SAMPLES, LENGTH, *[1] * (leaf.ndim - 3)),
             axis=1,
         )
-        for leaf in map(np.asarray, (output.logits, output.expert_ids))
+        for leaf in map(np.asarray, (policy().logits(output.hidden), output.expert_ids))
     )
-    expected = np.where(MASK[..., None], live().logits, 0)
+    expected = np.where(MASK[..., None], live_logits(), 0)
     np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=2e-6)
     np.testing.assert_array_equal(ids[MASK], live().expert_ids[MASK])
     # The experts do not compute gaps.
@@ -259,7 +267,7 @@ def test_language_model_decoding_writes_the_cache_in_place(dense_layers):
             tokens, cache = carry
             model = nnx.merge(graph, state)
             output, cache = model.extend(tokens, jnp.ones_like(tokens, bool), cache, parallel=LIVE)
-            return jnp.argmax(output.logits, -1).astype(jnp.int32), cache
+            return jnp.argmax(model.logits(output.hidden), -1).astype(jnp.int32), cache
 
         return jax.lax.while_loop(lambda carry: (carry[0] > 0).any(), next_token, (tokens, cache))
 
@@ -297,7 +305,9 @@ def test_sizes_and_dtypes_of_other_configurations():
     config = dataclasses.replace(CONFIG, tied=True, dtype="bfloat16", kv_heads=4)
     model = nnx.eval_shape(lambda: LanguageModel(config, TOPOLOGY, rngs=nnx.Rngs(0)))
     output = nnx.eval_shape(lambda model: model(TOKENS, MASK, parallel=SAFE), model)
-    assert (output.logits.dtype, output.logits.shape) == (np.float32, (*TOKENS.shape, CONFIG.vocabulary))
+    assert (output.hidden.dtype, output.hidden.shape) == (jnp.bfloat16, (*TOKENS.shape, CONFIG.width))
+    logits = nnx.eval_shape(LanguageModel.logits, model, output.hidden)
+    assert (logits.dtype, logits.shape) == (np.float32, (*TOKENS.shape, CONFIG.vocabulary))
     assert output.router_logits.dtype == np.float32
     assert model.head is None
     for config in POLICIES.values():

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 from experiments.rl.configs import Train
-from experiments.rl.policy import TINY, token_log_probs
+from experiments.rl.policy import TINY
 from experiments.rl.trainer import Trainer
 from relibra_jax import RoutingReplay, Topology, relibra
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.models import make_model
+from relibra_jax.models import make_model, token_log_probs
 from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, check_executed, expert_mesh
 
 CONFIG = dataclasses.replace(
@@ -54,7 +54,7 @@ def step(model, batch, sequences):
     def loss_of(model, sequences, layers):
         (tokens, mask, ids, weight, of_sample), packing = sequences
         output = model(tokens, mask, ids, layers, parallel=batch.parallel, packing=packing)
-        log_prob = token_log_probs(output.logits, tokens, packing=packing)
+        log_prob = token_log_probs(model, output.hidden, tokens, parallel=batch.parallel, packing=packing)
         scale = of_sample[:, None] if packing is None else of_sample
         return (weight * scale * log_prob).sum(), (log_prob, output.slot_rows)
 

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from experiments.rl.generation import Watch, draw, generate
-from experiments.rl.policy import TINY, token_log_probs
+from experiments.rl.policy import TINY
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import Topology
-from relibra_jax.models import make_model
+from relibra_jax.models import make_model, token_log_probs
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 
 # The vocabulary is so small that samples end by chance.
@@ -58,6 +58,15 @@ def full_forward():
     return lambda actual: run(policy(), actual.tokens, actual.mask)
 
 
+@functools.cache
+def recompute():
+    """Return a function that computes log-probabilities from the hidden states of whole sequences."""
+    run = nnx.jit(token_log_probs, static_argnames=("parallel", "temperature"))
+    return lambda output, actual, temperature=1.0: run(
+        *(policy(), output.hidden, np.minimum(actual.tokens, 6)), parallel=PARALLEL, temperature=temperature
+    )
+
+
 @pytest.mark.slow
 def test_generate_returns_prompts_followed_by_responses():
     actual = drawn()
@@ -84,8 +93,7 @@ def test_generate_returns_prompts_followed_by_responses():
 @pytest.mark.slow
 def test_generate_log_probs_and_routes_equal_those_of_one_forward_pass():
     actual, output = drawn(), full_forward()(drawn())
-    log_probs = token_log_probs(output.logits, np.minimum(actual.tokens, 6), temperature=1.5)
-    expected = np.where(actual.response_mask, log_probs, 0)
+    expected = np.where(actual.response_mask, recompute()(output, actual, 1.5), 0)
     np.testing.assert_allclose(actual.log_probs, expected, atol=5e-6)
     assert (actual.log_probs[actual.response_mask] < 0).all()
     # All tokens have routes, including prompts and the last token of a response.
@@ -134,17 +142,16 @@ def test_generate_never_samples_tokens_that_are_not_allowed(temperature):
     actual = sample(temperature=temperature, allowed=allowed)
     assert allowed[actual.tokens[actual.response_mask]].all()
     # Log-probabilities are over all tokens, as training recomputes them.
-    logits = full_forward()(actual).logits
-    log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6), temperature=temperature or 1.0)
+    log_probs = recompute()(full_forward()(actual), actual, temperature or 1.0)
     np.testing.assert_allclose(actual.log_probs, np.where(actual.response_mask, log_probs, 0), atol=5e-6)
 
 
 def test_generate_is_greedy_at_temperature_0():
     actual = sample(temperature=0.0)
-    logits = full_forward()(actual).logits
-    best = np.roll(np.argmax(logits, -1), 1, axis=-1)
+    output = full_forward()(actual)
+    best = np.roll(np.argmax(policy().logits(output.hidden), -1), 1, axis=-1)
     np.testing.assert_array_equal(actual.tokens[actual.response_mask], best[actual.response_mask])
-    log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6))
+    log_probs = recompute()(output, actual)
     np.testing.assert_allclose(actual.log_probs, np.where(actual.response_mask, log_probs, 0), atol=5e-6)
 
 

@@ -46,7 +46,7 @@ class Responses(NamedTuple):
     """The experts of every token of prompt and response, 0 at padding."""
     log_probs: Float[Array, "B T"]
     """The log-probability of every sampled token over the whole vocabulary, float32, 0 elsewhere. It is at the sampling
-    temperature (at 1 if that is 0), as `experiments.rl.policy.token_log_probs` recomputes it."""
+    temperature (at 1 if that is 0), as `relibra_jax.models.token_log_probs` recomputes it."""
     ended: Bool[Array, " B"]
     """True for responses that an end token ended, False for those that reached the maximum length."""
 
@@ -64,8 +64,8 @@ class _State(NamedTuple):
     expert_ids: Integer[jax.Array, "B R L K"]
     log_probs: Float[jax.Array, "B R"]
     cache: Cache
-    logits: Float[Array, "B V"]
-    """The logits of the next token of every sample."""
+    hidden: Float[Array, "B D"]
+    """The final hidden state of the last token of every sample."""
     lengths: Int[jax.Array, " B"]
     """The number of tokens in each response so far."""
     ended: Bool[jax.Array, " B"]
@@ -244,7 +244,7 @@ def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertPara
         expert_ids=jnp.zeros((*written, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
         log_probs=jnp.zeros(written, jnp.float32),
         cache=cache,
-        logits=jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
+        hidden=jnp.take_along_axis(output.hidden, last, axis=1)[:, 0],
         lengths=jnp.zeros(samples, jnp.int32),
         ended=jnp.zeros(samples, bool),
         step=jnp.int32(0),
@@ -266,7 +266,7 @@ def _decode(
         def draw_token(key, logits):
             return draw(jax.random.fold_in(key, state.step), logits, *sampling)
 
-        tokens, log_probs = jax.vmap(draw_token)(keys, state.logits)
+        tokens, log_probs = jax.vmap(draw_token)(keys, policy.logits(state.hidden))
         active = unfinished(state)
         output, cache = policy.extend(tokens[:, None], active[:, None], state.cache, parallel=parallel)
 
@@ -278,7 +278,7 @@ def _decode(
             write(state.expert_ids, output.expert_ids),
             write(state.log_probs, log_probs[:, None]),
             cache,
-            output.logits[:, 0],
+            output.hidden[:, 0],
             state.lengths + active,
             state.ended | (active & jnp.isin(tokens, ends)),
             state.step + 1,

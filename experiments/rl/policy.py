@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.models import LanguageModel, ModelConfig
-from relibra_jax.nnx import SequencePacking
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 
 TINY: Final = ModelConfig(
@@ -101,31 +100,6 @@ def make_agent(policy: LanguageModel, mesh: Mesh, *, critic: bool) -> Agent:
     head = ValueHead(policy.config.width)
     put_on_mesh(head, None, mesh)
     return Agent(policy, head)
-
-
-def token_log_probs(
-    logits: Float[Array, "B T V"],
-    tokens: Int[Array, "B T"],
-    *,
-    temperature: float = 1.0,
-    packing: SequencePacking | None = None,
-) -> Float[jax.Array, "B T"]:
-    """Compute the log-probability of every token given the tokens before it.
-
-    Args:
-        logits: the logits of `relibra_jax.models.ModelOutput`.
-        tokens: the tokens that the model ran on.
-        temperature: the temperature, which divides the logits, above 0.
-        packing: the samples of each sequence, if sequences hold several. None for one sample in each sequence.
-
-    Returns:
-        The log-probabilities, float32. Entry t belongs to token t and comes from the logits of token t - 1. It is 0 for
-        the first token of a sample.
-    """
-    log_probs = jax.nn.log_softmax(logits[:, :-1] / temperature)
-    of_next = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
-    of_tokens = jnp.pad(of_next, [(0, 0), (1, 0)])
-    return of_tokens if packing is None else jnp.where(jnp.asarray(packing.positions) == 0, 0, of_tokens)
 
 
 def token_values(

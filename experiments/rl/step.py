@@ -18,13 +18,13 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
-from experiments.rl.policy import Agent, token_log_probs, token_values
+from experiments.rl.policy import Agent, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.models import LanguageModel, ModelOutput
+from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 
@@ -266,7 +266,9 @@ def _run(
     expert_ids = None if layers is None else samples.expert_ids
     packing = samples.packing
     output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel, packing=packing)
-    log_probs = token_log_probs(output.logits, samples.tokens, temperature=temperature, packing=packing)
+    log_probs = token_log_probs(
+        *(model, output.hidden, samples.tokens), parallel=parallel, temperature=temperature, packing=packing
+    )
     return output, log_probs
 
 

@@ -6,6 +6,8 @@ there are any, form a separate stack before the layers with experts.
 
 Arrays are ``[B, T, ...]`` as in any Flax model, and sharded over the ranks along the first axis. Samples are aligned to
 the left and followed by padding, so attention needs only the causal mask.
+
+A model run ends at the hidden states, because the logits of all tokens would be its largest array.
 """
 
 import functools
@@ -32,8 +34,6 @@ from relibra_jax.support.argument_types import checks_arguments
 class ModelOutput(NamedTuple):
     """The outputs of the model for every token; the values at padding are meaningless."""
 
-    logits: Float[Array, "B T V"]
-    """The float32 logits of the next token."""
     expert_ids: Integer[Array, "B T L K"]
     """The routing that the layers ran: the given replay, or the live routing in the dtype of a `RoutingReplay`."""
     router_logits: Float[Array, "B T L E"]
@@ -42,7 +42,8 @@ class ModelOutput(NamedTuple):
     slot_rows: Int[Array, "L *data N G S"]
     """The number of rows that each slot computed."""
     hidden: Float[Array, "B T D"]
-    """The final hidden states, in the dtype of the computation: the input of the output head and of a critic's head."""
+    """The final hidden states, in the dtype of the computation: the input of the output head
+    (`relibra_jax.models.token_log_probs`, `LanguageModel.logits`) and of a critic's head."""
 
 
 class LanguageModel(nnx.Module):
@@ -123,6 +124,31 @@ class LanguageModel(nnx.Module):
         """
         return self._run(tokens, mask, expert_ids, layers, None, parallel, packing)[0]
 
+    def output_head(self, parallel: ExpertParallel | None = None) -> Float[jax.Array, "D V"]:
+        """Return the weights of the output head: the transposed embedding if they are tied.
+
+        Args:
+            parallel: the mesh on which a sharded head is gathered, in the dtype of the computation. None returns it as
+                it is, and leaves it to XLA whether the head or hidden states travel.
+        """
+        head = self.embedding if self.head is None else self.head
+        if parallel is not None:
+            head = gather_dense(head, parallel.mesh)
+        return head[...].T if self.head is None else head[...]
+
+    def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[jax.Array, "*tokens V"]:
+        """Compute the logits of the token after each given one, for a few tokens: V numbers for each.
+
+        `relibra_jax.models.token_log_probs` computes the log-probabilities of many tokens in chunks.
+
+        Args:
+            hidden: the final hidden states of the tokens, from `ModelOutput`.
+
+        Returns:
+            The logits, float32.
+        """
+        return head_logits(hidden, self.output_head())
+
     def extend(
         self,
         tokens: Int[Array, "B t"],
@@ -197,12 +223,16 @@ class LanguageModel(nnx.Module):
             x, cache, _ = _scan(dense, self.dense, 0, x, cache, mesh=parallel.mesh)
         layers_inputs = (x, cache, expert_ids, layers)
         x, cache, routed = _scan(moe, self.layers, config.dense_layers, *layers_inputs, mesh=parallel.mesh)
-        head = embedding[...].T if self.head is None else gather_dense(self.head, parallel.mesh)[...]
-        hidden = self.norm(x)
-        logits = jnp.dot(hidden, head.astype(x.dtype), preferred_element_type=jnp.float32)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
-        return ModelOutput(logits, ids, router_logits, slot_rows, hidden), cache
+        return ModelOutput(ids, router_logits, slot_rows, self.norm(x)), cache
+
+
+def head_logits(
+    hidden: Float[Array, "*tokens D"], head: Float[jax.Array, "D V"]
+) -> Float[jax.Array, "*tokens V"]:
+    """Compute float32 logits from hidden states and an output head, which is cast to the dtype of the computation."""
+    return jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 @checks_arguments
