@@ -45,20 +45,22 @@ def block_attention(
         The weighted means of the values, in the dtype of ``query``. Scores, weights and sums are float32.
     """
     samples, length, heads, width = query.shape
-    blocks = -(-length // block)
+    tokens = samples * length
+    blocks = -(-tokens // block)
 
     def split(x, padding=0):
-        """Convert ``[B, T, ..., d]`` to blocks ``[B, n, ..., block, d]``."""
-        room = [(0, 0), (0, blocks * block - length), *[(0, 0)] * (x.ndim - 2)]
-        x = jnp.pad(x, room, constant_values=padding).reshape(samples, blocks, block, *x.shape[2:])
-        return jnp.moveaxis(x, 2, -2)
+        """Convert ``[B, T, ..., d]`` to blocks ``[n, ..., block, d]`` of one sequence after another."""
+        x = x.reshape(tokens, *x.shape[2:])
+        x = jnp.pad(x, [(0, blocks * block - tokens), *[(0, 0)] * (x.ndim - 1)], constant_values=padding)
+        return jnp.moveaxis(x.reshape(blocks, block, *x.shape[1:]), 1, -2)
 
     first = jnp.zeros((samples, length), jnp.int32) if segments is None else first_keys(segments)
-    # Added positions attend only to added positions.
-    first = split(first[..., None], padding=length)[..., 0]
+    first = first + length * jnp.arange(samples, dtype=jnp.int32)[:, None]
+    # The tokens that fill the last block attend to each other alone.
+    first = split(first[..., None], padding=tokens)[..., 0]
     grouped = query.reshape(samples, length, key.shape[2], -1, width)
-    output = jnp.moveaxis(_attend(split(grouped), split(key), split(value), first), -2, 2)
-    return output.reshape(samples, blocks * block, heads, width)[:, :length]
+    output = jnp.moveaxis(_attend(split(grouped), split(key), split(value), first), -2, 1)
+    return output.reshape(-1, heads, width)[:tokens].reshape(query.shape)
 
 
 def first_keys(segments: Int[Array, "B T"]) -> Int[jax.Array, "B T"]:
@@ -79,24 +81,11 @@ def first_keys(segments: Int[Array, "B T"]) -> Int[jax.Array, "B T"]:
 
 @jax.custom_vjp
 def _attend(query, key, value, first):
-    """Attend in blocks: ``query[B, n, h, g, block, d]``, ``key[B, n, h, block, d]``, ``first[B, n, block]``."""
+    """Attend in n blocks: ``query[n, h, g, block, d]``, ``key[n, h, block, d]``, ``first[n, block]``."""
     return _forward(query, key, value, first)[0]
 
 
 def _forward(query, key, value, first):
-    output, log_sum = jax.lax.map(_forward_of_sequence, (query, key, value, first))
-    return output, (query, key, value, first, output, log_sum)
-
-
-def _backward(saved, gradient):
-    return *jax.lax.map(_backward_of_sequence, (*saved, gradient)), None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _forward_of_sequence(sequence):
-    query, key, value, first = sequence
     axes = varying_axes(query)
 
     def of_block(inputs):
@@ -120,11 +109,12 @@ def _forward_of_sequence(sequence):
         output, total, largest = jax.lax.fori_loop(0, _steps(number, first), step, start)
         return (output / total[..., None]).astype(query.dtype), largest + jnp.log(total)
 
-    return jax.lax.map(of_block, (jnp.arange(len(query)), query, first))
+    output, log_sum = jax.lax.map(of_block, (jnp.arange(len(query)), query, first))
+    return output, (query, key, value, first, output, log_sum)
 
 
-def _backward_of_sequence(sequence):
-    query, key, value, first, output, log_sum, gradient = sequence
+def _backward(saved, gradient):
+    query, key, value, first, output, log_sum = saved
     axes = varying_axes(query)
 
     def of_block(sums, inputs):
@@ -150,7 +140,10 @@ def _backward_of_sequence(sequence):
     sums = tuple(vary_over(jnp.zeros(array.shape, jnp.float32), axes) for array in (key, value))
     blocks = (jnp.arange(len(query)), query, first, output, log_sum, gradient)
     (of_key, of_value), of_query = jax.lax.scan(of_block, sums, blocks)
-    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype)
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def _steps(number, first):
