@@ -18,7 +18,9 @@ from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.mesh import vary_over, varying_axes
 
 BLOCK: Final = 512
-"""The number of tokens of a block."""
+"""The number of tokens of a block. On two CPU cores, blocks of 256 take a tenth to a third less time (measured at 2,048
+and 4,096 tokens). On GPUs, every step of the loop over keys waits for the host, so larger blocks should be faster there
+(not measured)."""
 
 
 def block_attention(
@@ -103,9 +105,11 @@ def _forward(query, key, value, first):
             output = output * shrink[..., None] + product
             return output, total * shrink + weights.sum(-1), new_largest
 
-        sums = jnp.zeros(query.shape[:-1], jnp.float32)
-        start = (jnp.zeros(query.shape, jnp.float32), sums, jnp.full_like(sums, -jnp.inf))
-        start = tuple(vary_over(array, axes) for array in start)
+        def filled(shape, value):
+            return vary_over(jnp.full(shape, value, jnp.float32), axes)
+
+        rows = query.shape[:-1]
+        start = (filled(query.shape, 0), filled(rows, 0), filled(rows, -jnp.inf))
         output, total, largest = jax.lax.fori_loop(0, _steps(number, first), step, start)
         return (output / total[..., None]).astype(query.dtype), largest + jnp.log(total)
 
