@@ -18,9 +18,9 @@ from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.mesh import vary_over, varying_axes
 
 BLOCK: Final = 512
-"""The number of tokens of a block. On two CPU cores, blocks of 256 take a tenth to a third less time (measured at 2,048
-and 4,096 tokens). On GPUs, every step of the loop over keys waits for the host, so larger blocks should be faster there
-(not measured)."""
+"""The number of tokens of a block. On two CPU cores, blocks of 256 take a tenth to a half less time at 2,048 and 4,096
+tokens (``python -m experiments.bench_attention``). On GPUs, every step of the loop over keys waits for the host, so
+larger blocks should be faster there (not measured)."""
 
 
 def block_attention(
