@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.aot.attention import PHASES, judge_attention
+from experiments.aot.attention import Measured as AttentionMeasured
 from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
 from experiments.aot.hlo import Program
 from experiments.aot.migration import Migration, judge_migration
@@ -144,6 +146,13 @@ def test_judge_can_fail_every_requirement(case, change, broken):
 def test_judge_migration_fails_a_migration_that_gathers():
     assert [one.good for one in judge_migration(Migration(1, 0))] == [True, None]
     assert [one.good for one in judge_migration(Migration(1, 5))] == [False, None]
+
+
+def test_judge_attention_wants_no_scores_of_all_pairs_and_replicas_beside_it():
+    sound = AttentionMeasured(10**9, 0, dict.fromkeys(PHASES, 1))
+    assert all(one.good for one in judge_attention(sound))
+    unsound = AttentionMeasured(5 * 10**9, 1, dict.fromkeys(PHASES, 0))
+    assert not any(one.good for one in judge_attention(unsound))
 
 
 def test_judge_crossings_wants_every_way_of_both_directions_beside_experts():

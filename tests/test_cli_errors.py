@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from experiments import (
+    bench_attention,
     bench_counts,
     bench_exposed,
     bench_kernels,
@@ -177,8 +178,8 @@ COSTS = {
 
 
 BENCHMARKS = (
-    *(bench_counts, bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_warm_start),
-    *(count_buffers, stragglers),
+    *(bench_attention, bench_counts, bench_exposed, bench_kernels, bench_layer, bench_sampler),
+    *(bench_warm_start, count_buffers, stragglers),
 )
 
 

@@ -1,5 +1,6 @@
 """Grouped-query attention with rotary position embeddings, over whole sequences or a cache of keys and values."""
 
+import functools
 from typing import Any, Final, Literal
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 
@@ -86,18 +88,33 @@ class Attention(nnx.Module):
         key = self._rotate(_norm(self.key_norm, self.key(x)), positions)
         value = self.value(x)
         if cache is None:
-            implementation = attention_implementation(self.config, parallel)
-            mask = None
-            if segments is not None:
-                sample = jnp.asarray(segments)
-                mask = sample[:, None, :, None] == sample[:, None, None]
-            attention = jax.nn.dot_product_attention(
-                *(query, key, value), mask=mask, is_causal=True, implementation=implementation
-            )
+            attention = self._attend(query, key, value, segments, parallel)
         else:
             cache = cache.write(key, value)
             attention = cache.attend(query, positions)
         return self.out(attention), cache
+
+    def _attend(self, query, key, value, segments, parallel):
+        """Attend inside whole sequences. No array has an entry for every pair of tokens of more than one block."""
+        implementation = attention_implementation(self.config, parallel)
+        length = query.shape[1]
+        if length > BLOCK and (implementation == "xla" or segments is not None):
+            # JAX has no public way to give cuDNN samples inside sequences other than a mask for all pairs of tokens.
+            # Each rank runs loops of its own, because their lengths depend on its samples.
+            tokens = parallel.token_spec
+            attend = jax.shard_map(
+                functools.partial(block_attention, block=BLOCK),
+                mesh=parallel.mesh,
+                in_specs=tokens,
+                out_specs=tokens,
+            )
+            return attend(query, key, value, segments)
+        mask = None
+        if segments is not None:
+            mask = first_keys(segments)[:, None, :, None] <= jnp.arange(length)[None, None, None]
+        return jax.nn.dot_product_attention(
+            *(query, key, value), mask=mask, is_causal=True, implementation=implementation
+        )
 
     def _rotate(self, x, positions):
         """Apply rotary embeddings; element i of the first rotary half is rotated with element i of the second."""
