@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from experiments.rl.policy import TINY, token_log_probs
+from experiments.rl.policy import TINY
 from relibra_jax.contract.types import EMPTY, Topology
-from relibra_jax.models import LanguageModel
+from relibra_jax.models import LanguageModel, token_log_probs
 from relibra_jax.models.attention import Attention
 from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh
@@ -173,7 +173,7 @@ def test_updates_have_no_array_over_pairs_of_tokens(packed):
     def loss(state, tokens, ids, packing):
         model = nnx.merge(graph, state)
         output = model(tokens, tokens >= 0, ids, parallel=parallel(), packing=packing)
-        return token_log_probs(output.logits, tokens, packing=packing).sum()
+        return token_log_probs(model, output.hidden, tokens, parallel=parallel(), packing=packing).sum()
 
     program = jax.make_jaxpr(jax.grad(loss, allow_int=True))(state, tokens, ids, packing)
     shapes = array_shapes(program.jaxpr)
