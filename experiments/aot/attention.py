@@ -17,7 +17,7 @@ from relibra_jax.execution import OVERLAP_OPTIONS
 from relibra_jax.execution.gating import Gating
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.block_attention import block_attention
-from relibra_jax.models.language_model import abstract_model
+from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.nnx import SequencePacking
 
 ATTENTION: Final = "attention in blocks, 32,768 tokens"
@@ -87,7 +87,8 @@ def compile_gradients() -> jax.stages.Compiled:
     parallel = parallel_of("padded")
     sizes = replace(MODEL, samples=1, positions=MODEL.tokens)
     inputs = input_shapes(sizes, parallel, (), LAYERS)
-    graph, shapes, shardings = abstract_model(CONFIG, parallel.topology, parallel.mesh)
+    make = model_maker(CONFIG, parallel.topology, parallel.mesh, fsdp_axis=None, shard_dense=False)
+    graph, shapes, shardings = abstract_model(make, parallel.mesh)
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -102,7 +103,7 @@ def compile_gradients() -> jax.stages.Compiled:
     def loss(params, rest, token_ids, mask, expert_ids, prepared, packing):
         model = nnx.merge(graph, params, rest)
         output = model(token_ids, mask, expert_ids, prepared, parallel=parallel, packing=packing)
-        return jnp.mean(output.logits**2)
+        return jnp.mean(output.hidden.astype(jnp.float32) ** 2)
 
     packing = SequencePacking(tokens(jnp.int32), tokens(jnp.int32))
     expert_ids = tokens(jnp.uint8, LAYERS, MODEL.top_k)
