@@ -1,0 +1,253 @@
+"""Whole published models: one optimizer update of a run, compiled for a cluster of described H100s.
+
+    python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
+
+The program is `experiments.rl.step.update`, the one that a run compiles: it pushes residents, scans micro-batches of
+packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. Weights are
+float32, the computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such
+nodes. The largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+import tyro
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.aot.gpus import GPUS, described_devices
+from experiments.aot.hlo import Program
+from experiments.aot.stack import FAST_COMPILATION
+from experiments.model_memory import PUBLISHED
+from experiments.rl.policy import make_agent
+from experiments.rl.step import Clip, TrainingBatch, update
+from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
+from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, prepare_layers
+from relibra_jax.execution.mesh import RANKS, expert_mesh
+from relibra_jax.models import ModelConfig
+from relibra_jax.models.hf_config import model_config
+from relibra_jax.models.language_model import model_maker
+from relibra_jax.nnx import PreparedBatch, SequencePacking
+from relibra_jax.nnx.prepared import by_group
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes
+
+UNEVEN: Final = 1.1
+"""The rows of the busiest rank over the mean, as buffers have room for."""
+VISITED: Final = 0.95
+"""The share of a rank's tokens that visit a node, for the busiest pair of nodes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Compile one update of a published model, and print its memory on a device and the bytes that it sends."""
+
+    model: str = "Qwen3-30B-A3B"
+    """The published model."""
+    layers: int | None = None
+    """The number of layers. None for all."""
+    nodes: int = 4
+    """The number of nodes of an expert-parallel group."""
+    ranks: int = 8
+    """The number of ranks of a node."""
+    data: int = 1
+    """The number of data-parallel copies of the group."""
+    fsdp: int = 1
+    """The number of further copies, over which experts are sharded along the model width."""
+    shard_dense: bool = False
+    """Whether dense parameters are sharded over the ranks of a group and ``fsdp``."""
+    tokens: int = 8192
+    """The number of tokens of a rank in a micro-batch, one packed sequence."""
+    micro_batches: int = 2
+    """The number of micro-batches of a group."""
+    replica_slots: int = 1
+    """The number of replica slots of a rank."""
+    resident_slots: int = 0
+    """The number of resident slots of a rank."""
+    record: Path | None = None
+    """A file to which the result is added, a line of JSON."""
+
+
+class Memory(NamedTuple):
+    """The memory of a device for a compiled program in GB (1e9 bytes)."""
+
+    arguments: float
+    temporary: float
+    outputs: float
+    """Outputs that no donated argument holds."""
+
+    @property
+    def peak(self) -> float:
+        """All of it at the same time."""
+        return sum(self)
+
+
+def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
+    """Compile the update; return it with the seconds that took."""
+    config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
+    if setting.layers is not None:
+        config = dataclasses.replace(config, layers=setting.layers)
+    topology = Topology(
+        num_nodes=setting.nodes,
+        ranks_per_node=setting.ranks,
+        num_experts=config.num_experts,
+        replica_slots=setting.replica_slots,
+        resident_slots=setting.resident_slots,
+    )
+    copies = {name: size for name in ("data", "fsdp") if (size := getattr(setting, name)) > 1}
+    devices = described_devices(
+        GPUS["H100"], nodes=setting.data * setting.fsdp * setting.nodes, gpus_per_node=setting.ranks
+    )
+    mesh = expert_mesh(topology, devices=devices, **copies)
+    parallel = ExpertParallel(
+        mesh=mesh,
+        topology=topology,
+        capacities=capacities_of(config, topology, setting.tokens),
+        across_nodes=False,
+        implementation="mosaic",
+    ).with_striping(config.top_k)
+    fsdp_axis = "fsdp" if setting.fsdp > 1 else None
+    make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
+
+    def build() -> tuple[nnx.Module, nnx.Optimizer]:
+        agent = make_agent(make(nnx.Rngs(0)), mesh, critic=False)
+        return agent, nnx.Optimizer(agent, tx, wrt=nnx.Param)
+
+    graph, shapes = nnx.split(nnx.eval_shape(build))
+    state = with_shardings(shapes, mesh)
+    batch, samples, batch_load = batch_shapes(config, parallel, setting)
+
+    def step(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
+        agent, optimizer = nnx.merge(graph, state)
+        metrics = update(agent, optimizer, batch, samples, load, clip=Clip(), balance=0.01)
+        return nnx.state((agent, optimizer)), metrics
+
+    begin = time.perf_counter()
+    options = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
+    outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+    program = jax.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
+    compiled = program.lower(state, batch, samples, batch_load).compile()
+    return compiled, time.perf_counter() - begin
+
+
+def with_shardings(shapes: Any, mesh: Mesh) -> Any:
+    """Add the shardings that the metadata of variables says to their shapes."""
+    specs = nnx.get_partition_spec(shapes)
+
+    def add(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        spec = spec if isinstance(spec, PartitionSpec) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(add, shapes, specs)
+
+
+def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capacities:
+    """Return the buffer sizes of a rank with ``tokens`` tokens, for a plan that is balanced within `UNEVEN`."""
+    copies = tokens * config.top_k
+    rows = int(copies * UNEVEN)
+    visits = int(tokens * VISITED)
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    to_rank, inside = (int(1.25 * rows / ranks) for ranks in (topology.num_ranks, local))
+    push = None
+    if topology.resident_slots:
+        each = config.moe_layers * topology.resident_slots
+        push = PushSizes(exports=each + 2, pair=each * local, own=1)
+    return Capacities(
+        rows=rows,
+        flat=ExchangeSizes(pair=to_rank, own=to_rank, send=copies, receive=rows),
+        node=ExchangeSizes(pair=visits, own=visits, send=nodes * visits, receive=nodes * visits),
+        local=ExchangeSizes(pair=inside, own=inside, send=rows, receive=rows),
+        exports=2 * -(-topology.replica_slots // 2),
+        export_copies=topology.replica_slots,
+        push=push,
+    )
+
+
+def batch_shapes(
+    config: ModelConfig, parallel: ExpertParallel, setting: Whole
+) -> tuple[PreparedBatch, TrainingBatch, jax.ShapeDtypeStruct]:
+    """Return the shapes of a prepared batch, its samples on the ranks, and its load."""
+    mesh, topology, layers = parallel.mesh, parallel.topology, config.moe_layers
+    groups, micro_batches = parallel.num_ranks // topology.num_ranks, setting.micro_batches
+    sequences = (micro_batches, parallel.num_ranks, setting.tokens)
+
+    def shape(size: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def tokens(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+        return shape((*sequences, *rest), dtype, None, *parallel.token_spec)
+
+    ids = tokens(jnp.uint8, layers, config.top_k)
+    all_ranks = (groups * micro_batches, layers, *parallel.ranks)
+    slots = shape((*all_ranks, topology.slots), jnp.int32)
+    load = shape((*all_ranks, topology.num_experts), jnp.int32)
+    assignment = Assignment(shape((groups * micro_batches, *parallel.ranks, 8), jnp.int32))
+    plan = BatchPlan(
+        assignment, load, Plan(slots, shape((layers, topology.num_experts), jnp.int32), slots)
+    )
+    prepare = functools.partial(prepare_layers, parallel=parallel)
+    tables = jax.eval_shape(
+        lambda ids, plan: prepare(ids, by_group(plan.layer_plans(), parallel)),
+        jax.ShapeDtypeStruct(ids.shape, jnp.int32),
+        plan,
+    )
+
+    def over_ranks(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return shape(leaf.shape, leaf.dtype, None, None, *parallel.data_axes, *RANKS)
+
+    plan_of_ranks = tables.slot_expert
+    tables = jax.tree.map(over_ranks, tables._replace(slot_expert=None))
+    slot_expert = shape(plan_of_ranks.shape, plan_of_ranks.dtype, None, None, *parallel.data_axes)
+    samples = TrainingBatch(
+        tokens=tokens(jnp.int32),
+        mask=tokens(jnp.bool_),
+        expert_ids=ids,
+        weights=tokens(jnp.float32),
+        advantages=tokens(jnp.float32),
+        old_log_probs=tokens(jnp.float32),
+        packing=SequencePacking(tokens(jnp.int32), tokens(jnp.int32)),
+    )
+    batch = PreparedBatch(plan, parallel, tables._replace(slot_expert=slot_expert))
+    return batch, samples, shape((layers, topology.num_experts), jnp.int32)
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """Return the memory of a device for a compiled program."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Memory(*(size / 1e9 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, kept)))
+
+
+def main(setting: Whole) -> None:
+    """Compile, print one line, and add it to the record."""
+    compiled, seconds = compile_update(setting)
+    memory = memory_of(compiled)
+    text = compiled.as_text()
+    assert text is not None
+    collectives = Counter(transfer.kind for transfer in Program.parse(text).transfers())
+    result = {
+        **{name: value for name, value in dataclasses.asdict(setting).items() if name != "record"},
+        **{f"{name}_gb": round(value, 1) for name, value in memory._asdict().items()},
+        "peak_gb": round(memory.peak, 1),
+        "compile_seconds": round(seconds),
+        "collectives": dict(collectives),
+    }
+    line = json.dumps(result)
+    print(line, flush=True)
+    if setting.record is not None:
+        with setting.record.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Whole, prog="python -m experiments.aot.whole"))
