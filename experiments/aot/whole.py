@@ -191,9 +191,7 @@ def batch_shapes(
     slots = shape((*all_ranks, topology.slots), jnp.int32)
     load = shape((*all_ranks, topology.num_experts), jnp.int32)
     assignment = Assignment(shape((groups * micro_batches, *parallel.ranks, 8), jnp.int32))
-    plan = BatchPlan(
-        assignment, load, Plan(slots, shape((layers, topology.num_experts), jnp.int32), slots)
-    )
+    plan = BatchPlan(assignment, load, Plan(slots, shape((layers, topology.num_experts), jnp.int32), slots))
     prepare = functools.partial(prepare_layers, parallel=parallel)
     tables = jax.eval_shape(
         lambda ids, plan: prepare(ids, by_group(plan.layer_plans(), parallel)),

@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int, Integer
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
 from experiments.rl.policy import Agent, token_values
-from relibra_jax.contract.replay import id_dtype, sample_load
-from relibra_jax.contract.types import Array, RoutingReplay
+from relibra_jax.contract.replay import id_dtype
+from relibra_jax.contract.types import Array
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
@@ -276,12 +276,18 @@ def _count_load(
     output: ModelOutput, mask: Array, parallel: ExpertParallel
 ) -> Int[jax.Array, "groups L N G E"]:
     """Count the load of the routing that ran in one micro-batch, group by group."""
-    experts = parallel.topology.num_experts
-    by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
-    by_rank = by_sample.reshape(
-        -1, *parallel.ranks, len(by_sample) // parallel.num_ranks, *by_sample.shape[1:]
+    experts, layers = parallel.topology.num_experts, output.expert_ids.shape[-2]
+
+    @functools.partial(
+        jax.shard_map, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
     )
-    return jnp.moveaxis(by_rank.sum(3, dtype=jnp.int32), 3, 1)
+    def on_rank(ids, mask):
+        ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), experts)
+        load = jnp.zeros((layers, experts), jnp.int32)
+        return load.at[jnp.arange(layers)[:, None], ids].add(1, mode="drop")[None]
+
+    by_rank = on_rank(output.expert_ids, mask)
+    return jnp.moveaxis(by_rank.reshape(-1, *parallel.ranks, layers, experts), 3, 1)
 
 
 def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "groups*M L N G E"]:

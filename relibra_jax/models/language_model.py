@@ -21,13 +21,19 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
-from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import SequencePacking
-from relibra_jax.nnx.dense_sharding import dense_axes, gather_dense, mark_dense
+from relibra_jax.nnx.dense_sharding import (
+    dense_axes,
+    dense_spec_of,
+    gather_dense,
+    gather_on_rank,
+    mark_dense,
+)
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -124,18 +130,6 @@ class LanguageModel(nnx.Module):
         """
         return self._run(tokens, mask, expert_ids, layers, None, parallel, packing)[0]
 
-    def output_head(self, parallel: ExpertParallel | None = None) -> Float[jax.Array, "D V"]:
-        """Return the weights of the output head: the transposed embedding if they are tied.
-
-        Args:
-            parallel: the mesh on which a sharded head is gathered, in the dtype of the computation. None returns it as
-                it is, and leaves it to XLA whether the head or hidden states travel.
-        """
-        head = self.embedding if self.head is None else self.head
-        if parallel is not None:
-            head = gather_dense(head, parallel.mesh)
-        return head[...].T if self.head is None else head[...]
-
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[jax.Array, "*tokens V"]:
         """Compute the logits of the token after each given one, for a few tokens: V numbers for each.
 
@@ -147,7 +141,7 @@ class LanguageModel(nnx.Module):
         Returns:
             The logits, float32.
         """
-        return head_logits(hidden, self.output_head())
+        return head_logits(hidden, self.embedding[...].T if self.head is None else self.head[...])
 
     def extend(
         self,
@@ -187,6 +181,21 @@ class LanguageModel(nnx.Module):
         """
         return empty_cache(self.config, samples, room, parallel)
 
+    def _embed(self, tokens, parallel: ExpertParallel):
+        """Look up the embeddings of each rank's tokens there, so that only the summed gradient is exchanged."""
+        spec = dense_spec_of(self.embedding, parallel.mesh)
+
+        @functools.partial(
+            jax.shard_map,
+            mesh=parallel.mesh,
+            in_specs=(spec, parallel.token_spec),
+            out_specs=parallel.token_spec,
+        )
+        def look_up(embedding, tokens):
+            return gather_on_rank(embedding, spec, self.config.dtype)[tokens]
+
+        return look_up(self.embedding[...], tokens)
+
     def _run(
         self, tokens, mask, expert_ids, layers, cache, parallel, packing=None
     ) -> tuple[ModelOutput, Cache | None]:
@@ -206,9 +215,8 @@ class LanguageModel(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         else:
             positions, cache = cache.add_columns(mask)
-        embedding = gather_dense(self.embedding, parallel.mesh)
-        x = embedding[...].astype(config.dtype)[tokens]
-        x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
+        check_tokens("tokens", tokens, parallel)
+        x = self._embed(tokens, parallel)
 
         def dense(block, x, cache):
             return *block(x, positions, segments, cache, parallel=parallel), None

@@ -13,7 +13,6 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array, check_shape
@@ -21,6 +20,7 @@ from relibra_jax.execution.mesh import vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models.language_model import LanguageModel, head_logits
 from relibra_jax.nnx import SequencePacking
+from relibra_jax.nnx.dense_sharding import dense_spec_of, gather_on_rank
 from relibra_jax.support.argument_types import checks_arguments
 
 CHUNK: Final = 2048
@@ -59,20 +59,24 @@ def token_log_probs(
         ValueError: while tracing, if the shapes of the arguments are inconsistent.
     """
     check_shape("tokens", tokens.shape, hidden.shape[:2])
+    tied = model.head is None
+    weights = model.embedding if model.head is None else model.head
+    spec = dense_spec_of(weights, parallel.mesh)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(parallel.token_spec, parallel.token_spec, PartitionSpec()),
+        in_specs=(parallel.token_spec, parallel.token_spec, spec),
         out_specs=parallel.token_spec,
     )
     def on_rank(hidden, next_tokens, head):
-        # The gradient of the head is summed in float32, over chunks and then over ranks where this is transposed.
-        head = vary_over(head.astype(jnp.float32), varying_axes(hidden))
+        head = gather_on_rank(head, spec, hidden.dtype if any(spec) else head.dtype)
+        # The gradient is summed in float32 over chunks, and over ranks only where this is transposed.
+        head = vary_over((head.T if tied else head).astype(jnp.float32), varying_axes(hidden))
         rows = hidden.reshape(-1, hidden.shape[-1])
         return _in_chunks(rows, next_tokens.ravel(), head, temperature).reshape(next_tokens.shape)
 
-    of_next = on_rank(hidden[:, :-1], tokens[:, 1:], model.output_head(parallel))
+    of_next = on_rank(hidden[:, :-1], tokens[:, 1:], weights[...])
     of_tokens = jnp.pad(of_next, [(0, 0), (1, 0)])
     return of_tokens if packing is None else jnp.where(jnp.asarray(packing.positions) == 0, 0, of_tokens)
 

@@ -113,6 +113,27 @@ def gather_dense[T](state: T, mesh: Mesh) -> T:
     return jax.tree.map(gather, state, is_leaf=_is_variable)
 
 
+def dense_spec_of(variable: Any, mesh: Mesh) -> PartitionSpec:
+    """Return the spec with which a dense parameter enters `jax.shard_map`; `gather_on_rank` gathers it there."""
+    sharding = dense_sharding(variable, mesh)
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def gather_on_rank(value: jax.Array, spec: PartitionSpec, dtype: DTypeLike) -> jax.Array:
+    """Gather a dense parameter inside `jax.shard_map`, in the dtype of the computation. Its gradient is scattered.
+
+    Args:
+        value: this rank's part.
+        spec: the spec with which it entered, from `dense_spec_of`.
+        dtype: the dtype of the computation.
+    """
+    value = value.astype(dtype)
+    for axis, names in enumerate(spec):
+        if names is not None:
+            value = jax.lax.all_gather(value, names, axis=axis, tiled=True)
+    return value
+
+
 def shard_like_dense[T](state: T, mesh: Mesh) -> T:
     """Constrain the arrays of dense parameters, or of their gradients, to the sharding that their metadata says.
 
