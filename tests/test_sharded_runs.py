@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from support.runs import SIZES, SMALL
@@ -28,12 +29,16 @@ def _first_sizes():
         yield
 
 
+def new_trainer(copies):
+    # As many tokens in a micro-batch of all ranks together, so that sums differ in their order alone.
+    changes = COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
+    return Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | changes)), 0)
+
+
 @functools.cache
 def trained(copies):
     """Warm up for two updates, then learn once; return the trainer and the metrics of the steps."""
-    # As many tokens in a micro-batch of all ranks together, so that sums differ in their order alone.
-    changes = COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
-    trainer = Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | changes)), 0)
+    trainer = new_trainer(copies)
     metrics = [trainer.warm_up(), trainer.warm_up(), trainer.learn()]
     return trainer, metrics
 
@@ -67,3 +72,24 @@ def test_sharded_parameters_and_their_optimizer_state_take_a_part_of_the_memory(
                 assert leaf.addressable_shards[0].data.size * ranks == leaf.size, path
     experts = jax.tree.leaves(nnx.state(trainer.state.agent, ExpertParam))
     assert all(leaf.sharding.spec[5] == "fsdp" for leaf in experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "copies", [True, False], ids=["from copies to one group", "from one group to copies"]
+)
+def test_checkpoints_move_between_one_group_and_copies(tmp_path, copies):
+    saved, restored = trained(copies)[0], new_trainer(not copies)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        saved.state.save(manager)
+        manager.wait_until_finished()
+        restored.restore(manager)
+    assert restored.state.step == 3
+    desired = dict(pretrained_tensors(saved.state.agent.policy))
+    for name, value in pretrained_tensors(restored.state.agent.policy):
+        np.testing.assert_array_equal(value, desired[name], err_msg=name)
+
+
+def test_samples_that_do_not_divide_over_all_copies_are_refused():
+    with pytest.raises(ValueError, match=r"= 32 samples must divide evenly over 64 ranks x micro_batches=2"):
+        Train(**SMALL, ranks=Ranks(nodes=1, ranks_per_node=8), data=4, fsdp=2)

@@ -70,9 +70,11 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     """
     metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
+    copies = config.data * config.fsdp
     setting = (
         f"{name}: {config.task}, {config.model_name}, {config.samples} samples per batch, {config.planner} on"
-        f" {config.ranks.nodes} nodes x {config.ranks.ranks_per_node} ranks"
+        f" {'' if copies == 1 else f'{copies} groups of '}{config.ranks.nodes} nodes x"
+        f" {config.ranks.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"
     write_json(numbers, {"setting": setting, "seeds": summary})

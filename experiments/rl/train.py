@@ -238,12 +238,12 @@ def _check_planner(config: Train) -> None:
 
 def _check_processes(config: Train) -> None:
     """Check that ranks fit the processes, and that all processes have the same settings."""
-    processes, topology = process_count(), config.topology
-    nodes = topology.num_nodes
+    processes, local = process_count(), config.topology.ranks_per_node
+    nodes = config.num_ranks // local
     if nodes % processes and processes % nodes:
         raise ValueError(
-            f"nodes={nodes} x ranks_per_node={topology.ranks_per_node} do not fit {processes} processes: each process"
-            " must hold whole nodes, or each node whole processes"
+            f"nodes={nodes} x ranks_per_node={local} do not fit {processes} processes: each process must hold whole"
+            " nodes, or each node whole processes"
         )
     settings = json.dumps(plain_settings(config), sort_keys=True).encode()
     check_same(np.frombuffer(settings, np.uint8), "settings")
