@@ -148,7 +148,7 @@ def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
         plans, state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
         (batch_plan,) = load_on_host(plans, replay, counts, topology, striped=cost.striped)
-        check_plans([batch_plan], topology, across_nodes=cost.across_nodes, way=saved_way(None))
+        check_plans([batch_plan], topology, across_nodes=bool(cost.across_nodes), way=saved_way(None))
         return batch_plan, state
 
     def batch(replay: RoutingReplay, state: Any, key: Any, assign: Any) -> tuple[BatchPlan, Any]:

@@ -27,7 +27,7 @@ from experiments.aot.gpus import GPUS, described_devices
 from experiments.aot.hlo import Program
 from experiments.aot.stack import FAST_COMPILATION
 from experiments.model_memory import PUBLISHED
-from experiments.rl.policy import make_agent
+from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import Clip, TrainingBatch, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, prepare_layers
@@ -118,7 +118,7 @@ def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
 
-    def build() -> tuple[nnx.Module, nnx.Optimizer]:
+    def build() -> tuple[Agent, nnx.Optimizer]:
         agent = make_agent(make(nnx.Rngs(0)), mesh, critic=False)
         return agent, nnx.Optimizer(agent, tx, wrt=nnx.Param)
 
@@ -180,10 +180,10 @@ def batch_shapes(
     groups, micro_batches = parallel.num_ranks // topology.num_ranks, setting.micro_batches
     sequences = (micro_batches, parallel.num_ranks, setting.tokens)
 
-    def shape(size: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
+    def shape(size: tuple[int, ...], dtype: Any, *spec: Any) -> Any:
         return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def tokens(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+    def tokens(dtype: Any, *rest: int) -> Any:
         return shape((*sequences, *rest), dtype, None, *parallel.token_spec)
 
     ids = tokens(jnp.uint8, layers, config.top_k)

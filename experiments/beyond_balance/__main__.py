@@ -210,7 +210,10 @@ def run_variants(
             draw.batch, state=state, stages=draw.micro_batches, assign=assign, key=jax.random.key(seed)
         )
         check_plan(
-            batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes or cost.across_nodes
+            batch_plan.plan,
+            batch_plan.load,
+            topology,
+            across_nodes=bool(entry.across_nodes or cost.across_nodes),
         )
         no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
         planned = PlannedBatch(draw.batch, batch_plan, home, no_errors)

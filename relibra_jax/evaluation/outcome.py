@@ -261,7 +261,7 @@ class Outcome:
 
     @property
     def _across_nodes(self) -> bool:
-        return self.entry.across_nodes or self._cost.across_nodes
+        return bool(self.entry.across_nodes or self._cost.across_nodes)
 
     @functools.cached_property
     def _crossings(self) -> list[Crossings]:

@@ -96,7 +96,7 @@ def plan_in_turn(
             batch_plan = with_striped_load(batch_plan, replay, topology)
         try:
             across_nodes = entry.across_nodes or cost.across_nodes
-            check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=across_nodes)
+            check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=bool(across_nodes))
         except ValueError as error:
             raise ValueError(f"the plan of {name!r} for batch {number} is not valid: {error}") from error
         load_error, forecast_state = _expect(batch_plan, forecast_state, batch, entry=entry)
