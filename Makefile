@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick aot-full check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -55,6 +55,9 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
+aot-full: .venv-aot/installed  ## compile updates of whole published models, and check that they fit; a quarter of an hour
+	JAX_PLATFORMS=cpu $(AOT) -m experiments.aot.whole
+
 aot-quick: .venv-aot/installed  ## the same without what repeats a check at more sizes
 	$(AOT) -m experiments.aot --quick
 
@@ -80,7 +83,7 @@ check-long: $(VENV)/installed  ## run what takes minutes: long tests, other vers
 	$(VENV)/bin/relibra compare --ablation
 	$(RUN) -m experiments.count_buffers
 	$(MAKE) attack
-	$(if $(AOT_HERE),$(MAKE) aot)
+	$(if $(AOT_HERE),$(MAKE) aot aot-full)
 
 format: $(VENV)/installed  ## format the code
 	$(RUN) -m ruff format

@@ -1,5 +1,6 @@
 """Whole published models: one optimizer update of a run, compiled for a cluster of described H100s.
 
+    make aot-full                                  # all programs of the table, a quarter of an hour
     python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
 
 The program is `experiments.rl.step.update`, the one that a run compiles: it pushes residents, scans micro-batches of
@@ -11,6 +12,7 @@ nodes. The largest memory of a device is XLA's own figure (`memory_analysis`). N
 import dataclasses
 import functools
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -42,16 +44,18 @@ from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 UNEVEN: Final = 1.1
 """The rows of the busiest rank over the mean, as buffers have room for."""
+MOST_GB: Final = 75.0
+"""The memory of an H100 that a program may take, in GB; the rest of the 80 GB is for the runtime."""
 VISITED: Final = 0.95
 """The share of a rank's tokens that visit a node, for the busiest pair of nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """Compile one update of a published model, and print its memory on a device and the bytes that it sends."""
+    """Compile one update of a published model, and print its memory on a device."""
 
-    model: str = "Qwen3-30B-A3B"
-    """The published model."""
+    model: str | None = None
+    """The published model. None compiles all programs of the table, `PROGRAMS`, whatever the other settings are."""
     layers: int | None = None
     """The number of layers. None for all."""
     nodes: int = 4
@@ -76,6 +80,19 @@ class Whole:
     """A file to which the result is added, a line of JSON."""
 
 
+_LARGE: Final = Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384)
+_SMALL: Final = Whole(model="Qwen3-30B-A3B", shard_dense=True)
+PROGRAMS: Final = (
+    _SMALL,
+    dataclasses.replace(_SMALL, nodes=2, tokens=32768),
+    dataclasses.replace(_SMALL, nodes=2, tokens=32768, resident_slots=1),
+    dataclasses.replace(_SMALL, model="GLM-4.5-Air", fsdp=2),
+    _LARGE,
+    dataclasses.replace(_LARGE, resident_slots=1),
+)
+"""The programs of the table."""
+
+
 class Memory(NamedTuple):
     """The memory of a device for a compiled program in GB (1e9 bytes)."""
 
@@ -92,6 +109,7 @@ class Memory(NamedTuple):
 
 def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     """Compile the update; return it with the seconds that took."""
+    assert setting.model is not None
     config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
     if setting.layers is not None:
         config = dataclasses.replace(config, layers=setting.layers)
@@ -226,8 +244,8 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     return Memory(*(size / 1e9 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, kept)))
 
 
-def main(setting: Whole) -> None:
-    """Compile, print one line, and add it to the record."""
+def compile_and_measure(setting: Whole) -> float:
+    """Compile, print one line, add it to the record, and return the memory of a device in GB."""
     compiled, seconds = compile_update(setting)
     memory = memory_of(compiled)
     text = compiled.as_text()
@@ -245,7 +263,16 @@ def main(setting: Whole) -> None:
     if setting.record is not None:
         with setting.record.open("a") as file:
             file.write(line + "\n")
+    return memory.peak
+
+
+def main(setting: Whole) -> int:
+    """Compile one program or all; return 1 if one of them takes more memory than `MOST_GB`."""
+    settings = [setting]
+    if setting.model is None:
+        settings = [dataclasses.replace(each, record=setting.record) for each in PROGRAMS]
+    return int(max(map(compile_and_measure, settings)) > MOST_GB)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Whole, prog="python -m experiments.aot.whole"))
+    sys.exit(main(tyro.cli(Whole, prog="python -m experiments.aot.whole")))
