@@ -1,7 +1,8 @@
 """``python -m experiments.bench_sampler``: measure the tokens per second of generation, and the time of a step.
 
 A newly initialised tiny policy responds on host devices. A token ends its response with a probability of 1 in 257, so
-many long responses end before the last step. The runs of different lengths alternate.
+many long responses end before the last step. Runs of different lengths alternate, and so do runs with one prefill for
+all responses of a prompt and runs that run the prompt of every response.
 """
 
 import functools
@@ -17,8 +18,8 @@ from rich.table import Table
 from experiments.interleaving import interleaved
 from experiments.program import run_program
 from experiments.rl.devices import host_devices
-from experiments.rl.generation import generate
 from experiments.rl.policy import TINY
+from experiments.rl.waves import generate_in_waves
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.models import make_model
@@ -30,7 +31,11 @@ class BenchSampler:
     """Measure the speed of generation."""
 
     samples: int = 256
-    """The number of samples that are generated together."""
+    """The number of samples."""
+    responses_per_prompt: int = 8
+    """The number of samples of each prompt."""
+    wave_samples: int | None = None
+    """The number of samples that are generated together. None for all."""
     prompt_tokens: int = 24
     """The number of tokens of a prompt."""
     response_tokens: tuple[int, ...] = (4, 64, 256)
@@ -48,27 +53,38 @@ def main(config: BenchSampler) -> None:
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=TINY.num_experts, replica_slots=0)
     mesh = expert_mesh(topology, devices=host_devices(topology.num_ranks))
     policy = make_model(TINY, topology, mesh=mesh, key=jax.random.key(0))
-    prompts = np.random.default_rng(0).integers(0, 256, (config.samples, config.prompt_tokens), np.int32)
+    per_prompt = config.responses_per_prompt
+    prompts = np.random.default_rng(0).integers(
+        0, 256, (config.samples // per_prompt, config.prompt_tokens), np.int32
+    )
     run = functools.partial(
-        generate,
+        generate_in_waves,
         policy,
-        prompts,
+        np.repeat(prompts, per_prompt, axis=0),
         np.full(config.samples, config.prompt_tokens),
         jax.random.split(jax.random.key(1), config.samples),
         parallel=ExpertParallel(mesh=mesh, topology=topology),
+        wave_samples=config.wave_samples,
     )
-    runs = {room: functools.partial(run, max_new_tokens=room) for room in config.response_tokens}
-    sampled = {room: int(np.asarray(call().response_mask).sum()) for room, call in runs.items()}
+    runs = {
+        (room, shared): functools.partial(run, max_new_tokens=room, responses_per_prompt=shared)
+        for room in config.response_tokens
+        for shared in dict.fromkeys((1, per_prompt))
+    }
+    sampled = {name: int(call().response_mask.sum()) for name, call in runs.items()}
     table = Table(
-        title=f"tiny: {config.samples} samples, prompts of {config.prompt_tokens}, 2 x 4 host devices,"
-        f" {platform.machine()}, jax {jax.__version__}; medians of {config.repeats} runs",
+        title=f"tiny: {config.samples} samples, {per_prompt} of each prompt, prompts of {config.prompt_tokens},"
+        f" wave_samples={config.wave_samples}, 2 x 4 host devices, {platform.machine()}, jax {jax.__version__};"
+        f" medians of {config.repeats} runs",
         title_justify="left",
     )
-    for name in ("longest response", "tokens sampled", "tokens/s", "ms per step"):
+    for name in ("longest response", "responses per prefill", "tokens sampled", "tokens/s", "ms per token"):
         table.add_column(name, justify="right")
-    for room, seconds in interleaved(runs, repeats=config.repeats).items():
-        speed = f"{sampled[room] / seconds:,.0f}"
-        table.add_row(str(room), f"{sampled[room]:,}", speed, f"{1e3 * seconds / room:.1f}")
+    for (room, shared), seconds in interleaved(runs, repeats=config.repeats).items():
+        tokens = sampled[room, shared]
+        table.add_row(
+            str(room), str(shared), f"{tokens:,}", f"{tokens / seconds:,.0f}", f"{1e3 * seconds / room:.1f}"
+        )
     Console().print(table)
 
 

@@ -19,6 +19,7 @@ from relibra_jax.contract.types import LayerPlan, RoutingReplay, Topology
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import LanguageModel, make_model, token_log_probs
 from relibra_jax.models.attention import Attention, attention_implementation
+from relibra_jax.models.cache import NOWHERE, empty_cache, repeat_samples, shard_cache
 from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
@@ -280,6 +281,21 @@ def test_language_model_decoding_writes_the_cache_in_place(dense_layers):
     # Attention reads slices. The operations inside a fusion show what the fusion writes.
     reads = {"parameter", "get-tuple-element", "bitcast", "dynamic-slice"}
     assert set(written) <= {*reads, "fusion"}, written
+
+
+def test_repeat_samples_copies_on_the_rank_of_each_sample():
+    cache = empty_cache(CONFIG, SAMPLES, 5, LIVE)
+    keys = np.random.default_rng(0).normal(size=cache.keys.shape).astype(np.float32)
+    cache = shard_cache(cache._replace(keys=keys, values=-keys, positions=cache.positions * 0 + 3), LIVE)
+    repeat = jax.jit(functools.partial(repeat_samples, copies=2, room=7, parallel=LIVE))
+    actual = repeat(cache)
+    np.testing.assert_array_equal(actual.keys[:, :, :5], np.repeat(keys, 2, axis=1))
+    np.testing.assert_array_equal(actual.values, -np.asarray(actual.keys))
+    assert (actual.positions[:, :5] == 3).all()
+    assert (actual.positions[:, 5:] == NOWHERE).all()
+    assert actual.keys.sharding.is_equivalent_to(cache.keys.sharding, 5)
+    program = repeat.lower(cache).compile().as_text()
+    assert not re.findall(r"all-\w+|collective-\w+", program)
 
 
 def test_make_model_parameters_do_not_depend_on_the_mesh():

@@ -97,7 +97,7 @@ def lower(program):
     if program in ("begin", "decode"):
         prompts = generation._Prompts(jnp.asarray(TOKENS), jnp.full(SEQUENCES, LENGTH, jnp.int32))
         arguments = (agent.policy, prompts, jnp.int32(0))
-        options = {"parallel": parallel(), "max_new_tokens": 5}
+        options = {"parallel": parallel(), "max_new_tokens": 5, "copies": 1}
         if program == "begin":
             return generation._begin.lower(*arguments, **options)
         return generation._decode.lower(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.rl.generation import Watch, draw, generate
+from experiments.rl.generation import Watch, _chunks, draw, generate
 from experiments.rl.policy import TINY
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import Topology
@@ -195,6 +195,23 @@ def test_watch_gets_ended_responses_and_changes_none():
     assert not looks
 
 
+@pytest.mark.slow
+def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results(monkeypatch):
+    first = np.arange(SAMPLES) // 2 * 2
+    prompts, lengths = PROMPTS[first], LENGTHS[first]
+    lengths[:2] = 0
+    expected = sample(prompts, lengths, temperature=1.5, top_p=0.9)
+    monkeypatch.setattr("experiments.rl.generation.PREFILL_TOKENS", 3)
+    assert _chunks(LONGEST, prompts=1) == (3, 6)
+    actual = sample(prompts, lengths, temperature=1.5, top_p=0.9, responses_per_prompt=2)
+    for name in ("tokens", "mask", "response_mask", "expert_ids", "ended"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=5e-6)
+    # The responses to a prompt differ, and some prompts end in the first chunk and some in the second.
+    assert (actual.tokens[::2] != actual.tokens[1::2]).any()
+    assert {True, False} == set(lengths[2:] > 3)
+
+
 @functools.cache
 def many_draws():
     run = jax.vmap(draw, (0, None, None, None, None))
@@ -245,6 +262,12 @@ def test_generate_stays_on_the_mesh_and_rejects_bad_input(without_type_checks):
         call(lengths=LENGTHS[:15])
     with pytest.raises(ValueError, match=r"lengths 1\.\.6 must be in 0\.\.5, the width of prompts"):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
+    with pytest.raises(
+        ValueError, match=r"prompts: sample 1 has another prompt than sample 0, but with resp.*=4"
+    ):
+        call(responses_per_prompt=4)
+    with pytest.raises(ValueError, match="responses_per_prompt=0 must be an integer of at least 1"):
+        call(responses_per_prompt=0)
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
     with pytest.raises(ValueError, match=r"watch\.every=0 must be at least 1"):

@@ -1,5 +1,6 @@
 """Planning ahead in a run: the search gets the counts of ended responses, and changes no response."""
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -48,8 +49,11 @@ def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
 
 
 @pytest.mark.slow
-def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, monkeypatch):
+@pytest.mark.parametrize("wave_samples", [None, 16])
+def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_samples, monkeypatch):
     (trainer, *_), _ = stepped
+    config = dataclasses.replace(trainer.config, wave_samples=wave_samples)
+    monkeypatch.setattr(trainer.sampler, "config", config)
     calls = []
     monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: calls.append(counts))
     with ThreadPoolExecutor(1) as beside:
@@ -64,6 +68,10 @@ def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, monkeyp
     mask = responses.mask & ended[:, None]
     expected = sample_load(RoutingReplay(responses.expert_ids, mask), num_experts=16)
     np.testing.assert_array_equal(load, expected)
+    if wave_samples is not None:
+        # The search starts when the first of two waves has finished, or later.
+        assert ended[:wave_samples].all()
+        return
     # Responses that had not ended are longer than all that had.
     sampled = responses.response_mask.sum(1)
     assert sampled[ended].max() < sampled[~ended].min()

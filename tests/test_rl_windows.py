@@ -51,14 +51,14 @@ def stepped(smallest_policy, tmp_path_factory):
     folder, seen = tmp_path_factory.mktemp("stepped"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.state.FIRST_CAPACITIES", dataclasses.replace(SIZES, rows=2048))
-        generate, generated = rollouts.generate, []
+        generate, generated = rollouts.generate_in_waves, []
 
         def recording(policy, prompts, lengths, keys, **options):
             responses = generate(policy, prompts, lengths, keys, **options)
             generated.append((np.asarray(lengths), jax.device_get(responses)))
             return responses
 
-        patch.setattr(rollouts, "generate", recording)
+        patch.setattr(rollouts, "generate_in_waves", recording)
         trainer = make()
         for number in range(3):
             if number == 2:

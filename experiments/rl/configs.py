@@ -20,6 +20,7 @@ from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, anneale
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
 from experiments.rl.step import Clip
+from experiments.rl.waves import check_wave
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
 from relibra_jax.models import ModelConfig
@@ -45,6 +46,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
         **dict.fromkeys(("checkpoint_every", "evaluate_every", "data", "fsdp"), 1),
+        "wave_samples": 1,
         "patience": 6,
         "hung_after": 10,
     }
@@ -119,13 +121,18 @@ class Train:
     """The sampling temperature, which divides the logits."""
     top_p: float = 1.0
     """Sample only from the fewest most likely tokens whose probabilities reach this sum."""
+    wave_samples: int | None = None
+    """The largest number of samples that are generated at the same time, a multiple of the number of ranks.
+    It bounds the cache of keys and values: the batch is generated in waves, one after the other.
+    None generates all samples at the same time."""
     pack_sequences: bool = False
     """Whether updates and planned recomputes put several samples into one sequence, one after the other."""
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
     watch_every: int = 16
     """The number of decoded tokens between two checks of how many responses have ended.
-    If no response can be longer than this, the planners start after generation."""
+    The run also checks between two waves of ``wave_samples``.
+    With one wave, and if no response can be longer than this, the planners start after generation."""
     epochs: int = 4
     """The number of passes over a batch. Each pass makes ``updates`` optimizer updates."""
     clip: Clip = dataclasses.field(default_factory=Clip)
@@ -252,6 +259,8 @@ class Train:
                 raise ValueError(
                     f"{dividend} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
                 )
+        if self.wave_samples is not None:
+            check_wave(self.wave_samples, ranks)
 
     def _check_planner(self) -> None:
         """Check that settings of ReLibra's planners are for one of them."""
@@ -324,10 +333,10 @@ class Train:
             )
 
     def _check_memory(self) -> None:
-        """Check the largest arrays: the keys and values of all samples, and the random numbers of the searches."""
+        """Check the largest arrays: the keys and values of a wave, and the random numbers of the searches."""
         tokens = self.prompt_tokens + self.response_tokens
-        purpose = f"generating {self.samples} samples of {tokens} tokens"
-        check_memory(purpose, self.samples * tokens * self.model_config.cache_bytes)
+        purpose = f"generating {self.samples_at_once} samples of {tokens} tokens at a time (wave_samples)"
+        check_memory(purpose, self.samples_at_once * tokens * self.model_config.cache_bytes)
         # A search step draws at least one number for every micro-batch, or for every expert of a rank.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),
@@ -344,6 +353,11 @@ class Train:
     def samples(self) -> int:
         """B, the number of samples in a batch."""
         return self.prompts * self.responses_per_prompt
+
+    @property
+    def samples_at_once(self) -> int:
+        """The number of samples that are generated at the same time."""
+        return min(self.wave_samples or self.samples, self.samples)
 
     def evaluates_before(self, step: int) -> bool:
         """Return whether the run evaluates before this step: after the warm-up, and every ``evaluate_every`` steps."""

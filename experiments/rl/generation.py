@@ -7,6 +7,10 @@ sampled from its output.
 Routing is live, experts stay at home, and no token is ever dropped. Every sample has its own random key. So its
 response does not depend on the rank that holds it, nor on the other samples.
 
+All samples of a call are decoded together, and the cache of keys and values has room for all of them.
+`experiments.rl.waves` bounds their number. A rank runs a prompt once for all of its responses, a chunk of positions at
+a time. Samples do not leave and enter while others decode: that is the work of a rollout engine.
+
 Log-probabilities are over the whole vocabulary, including tokens that top-p cuts off or that may not be sampled. So
 recompute and update need not know which tokens sampling left out. The update also keeps lowering the probability of
 tokens that are never sampled here, and another engine that samples from the trained policy computes the same
@@ -14,8 +18,9 @@ log-probabilities.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +31,16 @@ from jaxtyping import Bool, Float, Int, Integer, Key
 
 from experiments.rl.processes import on_every_host
 from experiments.rl.tokens import BYTES
+from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import Array, RoutingReplay, check_shape
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.models import Cache, LanguageModel
-from relibra_jax.models.cache import shard_cache
-from relibra_jax.support.limits import check_not_negative
+from relibra_jax.models.cache import repeat_samples, shard_cache
+from relibra_jax.support.limits import check_integer, check_not_negative
+
+PREFILL_TOKENS: Final = 1024
+"""The largest number of prompt positions that a rank runs at once. It bounds buffers of experts and attention scores,
+unless a rank has more prompts than this."""
 
 
 class Responses(NamedTuple):
@@ -81,7 +91,8 @@ class Watch(NamedTuple):
     """The number of decoding steps between two calls."""
     look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], bool]
     """The callback ``look(ended, so_far) -> again``. `generate` calls it on the host of every process, until all
-    samples have ended or it returns False. ``ended`` is True for samples that have ended. ``so_far()`` returns the
+    samples have ended or it returns False. ``ended`` is True for samples that have ended; in waves
+    (`experiments.rl.waves`) also for those that reached the maximum length in an earlier wave. ``so_far()`` returns the
     responses as they are at this moment; call it only inside the callback."""
 
 
@@ -93,6 +104,7 @@ def generate(
     *,
     parallel: ExpertParallel,
     max_new_tokens: int,
+    responses_per_prompt: int = 1,
     temperature: float = 1.0,
     top_p: float = 1.0,
     ends: Sequence[int] = BYTES.ends,
@@ -102,8 +114,8 @@ def generate(
 ) -> Responses:
     """Sample a response to every prompt.
 
-    The compiled programs depend only on the shape of the prompts, ``max_new_tokens`` and the number of ``ends``. Other
-    temperatures, top-p and watches use the same programs.
+    The compiled programs depend only on the shape of the prompts, ``max_new_tokens``, ``responses_per_prompt`` and the
+    number of ``ends``. Other temperatures, top-p and watches use the same programs.
 
     Args:
         policy: the policy, on the mesh of ``parallel``.
@@ -112,6 +124,9 @@ def generate(
         keys: a typed random key for each sample, for example ``jax.random.fold_in(key, sample)``.
         parallel: the mesh and options of live routing, `relibra_jax.nnx.Balancer.live`.
         max_new_tokens: the maximum number of tokens in a response, its end included.
+        responses_per_prompt: the number of successive samples that have the same prompt. A rank whose number of samples
+            is a multiple or a divisor of it runs each of its prompts once. Other ranks run a prompt once for every c
+            samples, where c is the greatest common divisor of both numbers.
         temperature: the sampling temperature, which divides the logits. 0 always takes the most likely token.
         top_p: the sum of probabilities, at the temperature, for nucleus sampling: only the fewest most likely tokens
             that reach it are drawn.
@@ -125,7 +140,8 @@ def generate(
         The responses, sharded over the ranks.
 
     Raises:
-        ValueError: before anything is compiled, if a shape does not fit, or a length or option is out of its range.
+        ValueError: before anything is compiled, if a shape does not fit, a length or option is out of its range, or
+            prompts differ that are run once.
     """
     if allowed is None:
         allowed = np.ones(policy.config.vocabulary, bool)
@@ -138,9 +154,14 @@ def generate(
     _check_ends(ends, allowed, policy.config.vocabulary)
     if watch.every < 1:
         raise ValueError(f"watch.every={watch.every} must be at least 1")
+    check_integer("responses_per_prompt", responses_per_prompt, least=1)
+    copies = math.gcd(len(prompts) // parallel.num_ranks, responses_per_prompt)
+    _check_copies(np.asarray(prompts), np.asarray(lengths), copies, responses_per_prompt)
     has_prompt = np.asarray(lengths) > 0
     prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, max_new_tokens=max_new_tokens)
+    ids, state = _begin(
+        policy, prompt, jnp.int32(pad), parallel=parallel, max_new_tokens=max_new_tokens, copies=copies
+    )
     sampling = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
     decode = functools.partial(
         _decode,
@@ -171,6 +192,20 @@ def _check_prompts(prompts: Array, lengths: Array, keys: Array, parallel: Expert
     if lengths.min() < 0 or lengths.max() > prompts.shape[1]:
         raise ValueError(
             f"lengths {lengths.min()}..{lengths.max()} must be in 0..{prompts.shape[1]}, the width of prompts"
+        )
+
+
+def _check_copies(prompts: np.ndarray, lengths: np.ndarray, copies: int, responses_per_prompt: int) -> None:
+    """Check that every ``copies`` successive samples have the same prompt."""
+    mask = np.arange(prompts.shape[1]) < lengths[:, None]
+    first = np.arange(len(prompts)) // copies * copies
+    tokens = np.where(mask, prompts, 0)
+    differs = (mask != mask[first]) | (tokens != tokens[first])
+    if (mismatches := np.flatnonzero(differs.any(1))).size:
+        sample = mismatches[0]
+        raise ValueError(
+            f"prompts: sample {sample} has another prompt than sample {first[sample]}, but with responses_per_prompt="
+            f"{responses_per_prompt} they have the same"
         )
 
 
@@ -230,27 +265,92 @@ class _Prompts(NamedTuple):
         return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
-@nnx.jit(static_argnames=("parallel", "max_new_tokens"))
-def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertParallel, max_new_tokens: int):
-    """Run the prompts; return the routing of their tokens and the state that decoding starts from."""
+@nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"))
+def _begin(
+    policy: LanguageModel,
+    prompt: _Prompts,
+    pad,
+    *,
+    parallel: ExpertParallel,
+    max_new_tokens: int,
+    copies: int,
+):
+    """Run the prompts; return the routing of their tokens and the state that decoding starts from.
+
+    Every ``copies`` successive samples have the same prompt, which runs once.
+    """
     samples, longest = prompt.tokens.shape
-    tokens = jnp.where(prompt.mask, prompt.tokens, pad)
-    cache = policy.empty_cache(samples, longest + max_new_tokens, parallel)
-    output, cache = policy.extend(tokens, prompt.mask, cache, parallel=parallel)
-    last = jnp.maximum(prompt.lengths - 1, 0)[:, None, None]
+    chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks)
+    room = columns + max_new_tokens
+    prompt = _Prompts(*(leaf[::copies] for leaf in prompt))
+    # Attention reads up to the whole cache, so prompts of several responses get one that holds no more than prompts.
+    cache = policy.empty_cache(samples // copies, columns if copies > 1 else room, parallel)
+    ids, hidden, cache = _run_prompts(
+        policy, prompt, pad, cache, chunk=chunk, columns=columns, parallel=parallel
+    )
+    ids, hidden = (jnp.repeat(leaf, copies, axis=0) for leaf in (ids[:, :longest], hidden))
     written = (samples, max_new_tokens)
     state = _State(
         tokens=jnp.zeros(written, jnp.int32),
-        expert_ids=jnp.zeros((*written, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
+        expert_ids=jnp.zeros((*written, *ids.shape[2:]), ids.dtype),
         log_probs=jnp.zeros(written, jnp.float32),
-        cache=cache,
-        hidden=jnp.take_along_axis(output.hidden, last, axis=1)[:, 0],
+        cache=repeat_samples(cache, copies, room, parallel) if copies > 1 else cache,
+        hidden=hidden,
         lengths=jnp.zeros(samples, jnp.int32),
         ended=jnp.zeros(samples, bool),
         step=jnp.int32(0),
     )
-    ids = jax.lax.with_sharding_constraint(output.expert_ids, parallel.token_sharding)
+    ids = jax.lax.with_sharding_constraint(ids, parallel.token_sharding)
     return ids, _on_ranks(state, parallel)
+
+
+def _chunks(longest: int, prompts: int) -> tuple[int, int]:
+    """Divide the positions of prompts into equal chunks of at most `PREFILL_TOKENS` tokens of a rank.
+
+    Args:
+        longest: the width of the prompts.
+        prompts: the number of prompts of a rank.
+
+    Returns:
+        The number of positions in a chunk, which is at least 1, and in all chunks together, at least ``longest``.
+
+    >>> _chunks(24, 32), _chunks(1000, 3), _chunks(5, 2000)
+    ((24, 24), (334, 1002), (1, 5))
+    """
+    chunk = -(-longest // -(-longest * prompts // PREFILL_TOKENS))
+    return chunk, -(-longest // chunk) * chunk
+
+
+def _run_prompts(policy, prompt: _Prompts, pad, cache: Cache, *, chunk: int, columns: int, parallel):
+    """Run prompts in chunks, up to the end of the longest one.
+
+    Returns:
+        The routing ``[B, columns, L, K]``, the hidden states ``[B, D]`` of the last tokens, and the cache.
+    """
+    samples, longest = prompt.tokens.shape
+    mask = jnp.pad(prompt.mask, ((0, 0), (0, columns - longest)))
+    tokens = jnp.where(mask, jnp.pad(prompt.tokens, ((0, 0), (0, columns - longest))), pad)
+
+    def run_chunk(carry):
+        start, ids, hidden, cache = carry
+        part = (jax.lax.dynamic_slice_in_dim(array, start, chunk, axis=1) for array in (tokens, mask))
+        output, cache = policy.extend(*part, cache, parallel=parallel)
+        ids = jax.lax.dynamic_update_slice_in_dim(ids, output.expert_ids, start, axis=1)
+        last = prompt.lengths - 1 - start
+        in_chunk = (last >= 0) & (last < chunk)
+        at_last = jnp.take_along_axis(output.hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1)[
+            :, 0
+        ]
+        return start + chunk, ids, jnp.where(in_chunk[:, None], at_last, hidden), cache
+
+    config = policy.config
+    ids = jnp.zeros((samples, columns, config.moe_layers, config.top_k), id_dtype(config.num_experts))
+    hidden = jnp.zeros((samples, config.width), jnp.dtype(config.dtype))
+    ids, hidden = jax.lax.with_sharding_constraint((ids, hidden), parallel.token_sharding)
+    _, *results = jax.lax.while_loop(
+        lambda carry: carry[0] < prompt.lengths.max(), run_chunk, (jnp.int32(0), ids, hidden, cache)
+    )
+    return results
 
 
 @nnx.jit(static_argnames="parallel", donate_argnames="state")

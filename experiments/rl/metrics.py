@@ -70,7 +70,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "tokens", "maximum number of tokens that this step added to a response"
         ),
         "response/slots_used_share": Metric(
-            "share", "share of decoding slots (samples x decoding steps) that sampled a token"
+            "share", "share of decoding slots (samples x decoding steps, by wave) that sampled a token"
         ),
         "response/carried": Metric(
             "samples", "number of responses that earlier rollouts began; null except in T-PPO"
@@ -148,7 +148,8 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "batch/tokens": Metric("tokens", "tokens of prompts and responses, without padding", _UPDATES),
         "batch/tokens_run": Metric(
             "tokens",
-            "tokens that the model ran on: in rollouts, in the recompute, and in the updates of all epochs",
+            "tokens that the model ran on: in rollouts, with a prompt for every response, in the recompute, and in the"
+            " updates of all epochs",
         ),
         "batch/fill": Metric("share", "share of the positions in the updates' sequences that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),

@@ -1,5 +1,8 @@
 """Planning ahead: a search for homes while the rollout still runs, from the counts of responses that have ended.
 
+If generation runs in waves, the search starts when enough responses of the whole batch have ended. Responses of
+finished waves count as ended, and those of waves that have not started as unfinished.
+
 The search uses the cores of the host, and generation the devices; on a CPU both use the same cores. The search starts
 at the first check at which enough responses have ended. This depends on the sampled tokens and not on a clock. So all
 processes start the search at the same token, and a resumed run makes the same plans as one that was never stopped.
@@ -24,7 +27,7 @@ from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from relibra_jax import Batch
 from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.contract.types import Array, RoutingReplay
 
 
 class PlanAhead:
@@ -58,7 +61,7 @@ class PlanAhead:
         if ended.mean() < self._config.plan_ahead:
             return True
         with self._clock("count"):
-            counts = count_ended(so_far(), num_experts=self._config.topology.num_experts)
+            counts = count_ended(so_far(), ended, num_experts=self._config.topology.num_experts)
             load, lengths = on_every_host(counts, self._state.balancer.parallel.mesh)
         self._search = self._executor.submit(self._plan, Batch(load, lengths), ended)
         return False
@@ -71,9 +74,9 @@ class PlanAhead:
 
 @functools.partial(jax.jit, static_argnames="num_experts")
 def count_ended(
-    responses: Responses, *, num_experts: int
+    responses: Responses, ended: Bool[Array, " B"], *, num_experts: int
 ) -> tuple[Int[jax.Array, "B L E"], Int[jax.Array, " B"]]:
     """Count every sample's token copies for each expert, and its tokens. Samples that have not ended count 0."""
-    replay = RoutingReplay(responses.expert_ids, responses.mask & jnp.asarray(responses.ended)[:, None])
+    replay = RoutingReplay(responses.expert_ids, responses.mask & jnp.asarray(ended)[:, None])
     load, tokens = sample_load(replay, num_experts=num_experts), replay.mask.sum(1, dtype=jnp.int32)
     return jnp.asarray(load), jnp.asarray(tokens)

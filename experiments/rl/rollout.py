@@ -16,13 +16,14 @@ from jaxtyping import Bool, Int
 from experiments.float8.hot_ranks import in_float8
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
-from experiments.rl.generation import Responses, Watch, generate
-from experiments.rl.processes import is_first, on_every_host
+from experiments.rl.generation import Responses, Watch
+from experiments.rl.processes import is_first
 from experiments.rl.prompts import Prompts
 from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share_rewards, unscored
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
+from experiments.rl.waves import generate_in_waves
 from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, join_windows
 from relibra_jax.contract.types import Array
 
@@ -44,7 +45,8 @@ class Rollout(NamedTuple):
     carried: Carried | None
     """The unfinished responses for the next rollout. None for algorithms that finish all responses."""
     tokens_run: int
-    """The number of tokens that the model ran on in all rollouts of the step, with prompts and replaced samples."""
+    """The number of tokens that the model ran on in all rollouts of the step, with prompts and replaced samples. A
+    prompt counts for each of its responses, although ranks run it once for several."""
     metrics: dict[str, Any]
     """The metrics of how the responses were sampled, by name."""
 
@@ -194,9 +196,26 @@ class Sampler:
         return self.prompts.groups((self.seed, PROMPTS, step, *([rollout] if rollout else [])))
 
     def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Responses:
-        """Sample a whole response to each example's prompt, with random keys of their own, and copy all to the host."""
+        """Sample a whole response to each example's prompt, with random keys of their own, and copy all to the host.
+
+        Args:
+            examples: the examples, each repeated for all its responses.
+            key: the random key of the rollout.
+            watch: a callback to call during generation. None for no callback.
+
+        Returns:
+            The responses.
+        """
+        config = self.config
         prompts, lengths = self.prompts.encode(examples)
-        return self._generate(prompts, lengths, self.config.response_tokens, key, watch)
+        return self._generate(
+            prompts,
+            lengths,
+            config.response_tokens,
+            key,
+            watch,
+            responses_per_prompt=config.responses_per_prompt,
+        )
 
     def score(
         self,
@@ -235,16 +254,20 @@ class Sampler:
         max_new_tokens: int,
         key: jax.Array,
         watch: Watch | None,
+        *,
+        responses_per_prompt: int = 1,
     ) -> Responses:
         config, state, tokenizer = self.config, self.state, self.prompts.tokenizer
         policy, float8 = state.agent.policy, config.float8_rollout
-        responses = generate(
+        return generate_in_waves(
             policy if float8 is None else in_float8(policy, float8),
             prompts,
             lengths,
             jax.random.split(key, len(prompts)),
             parallel=state.balancer.live,
+            wave_samples=config.wave_samples,
             max_new_tokens=max_new_tokens,
+            responses_per_prompt=responses_per_prompt,
             temperature=config.temperature,
             top_p=config.top_p,
             ends=tokenizer.ends,
@@ -252,7 +275,6 @@ class Sampler:
             allowed=tokenizer.allowed(config.model_config.vocabulary),
             watch=watch,
         )
-        return on_every_host(responses, state.balancer.parallel.mesh)
 
     def _key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), self.state.step)

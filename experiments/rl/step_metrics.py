@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from experiments.rl.algorithms import Targets
 from experiments.rl.metrics import FAILURES, SHOWN_FAILURES
 from experiments.rl.rewards import Rewards, mean_or_none
@@ -41,15 +43,16 @@ def measure_rewards(rewards: Rewards) -> dict[str, Any]:
     }
 
 
-def measure_responses(rollout: Rollout) -> dict[str, Any]:
-    """Compute the metrics of the responses of a step."""
+def measure_responses(rollout: Rollout, samples_at_once: int) -> dict[str, Any]:
+    """Compute the metrics of the responses of a step, of which ``samples_at_once`` were decoded together."""
     lengths, new = rollout.responses.response_mask.sum(1), rollout.new_mask.sum(1)
+    steps = np.maximum.reduceat(new, np.arange(0, len(new), samples_at_once)).sum()
     return {
         "response/tokens": float(lengths.mean()),
         "response/longest": int(lengths.max()),
         "response/ended_share": float(rollout.responses.ended.mean()),
         "response/decoding_steps": int(new.max()),
-        "response/slots_used_share": float(new.mean() / new.max()),
+        "response/slots_used_share": float(new.sum() / (samples_at_once * steps)),
     }
 
 

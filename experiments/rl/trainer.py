@@ -161,7 +161,7 @@ class Trainer:
             "kind": LEARN,
             **dict.fromkeys(ALGORITHM_METRICS),
             **measure_rewards(rewards),
-            **measure_responses(rollout),
+            **measure_responses(rollout, config.samples_at_once),
             **rollout.metrics,
             **measure_policy(metrics),
             **measure_critic(targets, recomputed, metrics, not_finite),

@@ -101,6 +101,32 @@ def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertPa
     return shard_cache(Cache(keys, values, positions, jnp.int32(0)), parallel)
 
 
+def repeat_samples(cache: Cache, copies: int, room: int, parallel: ExpertParallel) -> Cache:
+    """Copy every sample of a cache, for samples that begin with the same tokens and continue differently.
+
+    The copies of a sample follow one another and lie on its rank, so nothing is sent.
+
+    Args:
+        cache: the cache of B samples in at most ``room`` columns.
+        copies: the number of copies of each sample.
+        room: the number of columns of the result.
+        parallel: the mesh over whose ranks the samples are sharded.
+
+    Returns:
+        A new cache of B x copies samples.
+    """
+
+    def copy(stored, axis, fill):
+        widths = [(0, 0)] * stored.ndim
+        widths[axis + 1] = (0, room - stored.shape[axis + 1])
+        return jnp.pad(jnp.repeat(stored, copies, axis=axis), widths, constant_values=fill)
+
+    copied = Cache(
+        copy(cache.keys, 1, 0), copy(cache.values, 1, 0), copy(cache.positions, 0, NOWHERE), cache.filled
+    )
+    return shard_cache(copied, parallel)
+
+
 def shard_cache(cache: Cache, parallel: ExpertParallel) -> Cache:
     """Shard the samples of a cache over the ranks, so that all programs that pass it on use the same sharding.
 

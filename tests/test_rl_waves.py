@@ -1,0 +1,138 @@
+"""Waves return what one wave of the whole batch returns, and a watch sees the whole batch."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support.runs import SMALL
+
+from experiments.rl.configs import Train
+from experiments.rl.generation import Watch
+from experiments.rl.plan_ahead import count_ended
+from experiments.rl.policy import TINY
+from experiments.rl.waves import check_wave, generate_in_waves
+from relibra_jax.contract.replay import sample_load
+from relibra_jax.contract.types import RoutingReplay, Topology
+from relibra_jax.models import make_model
+from relibra_jax.nnx import ExpertParallel, expert_mesh
+
+# The vocabulary is so small that samples end by chance.
+CONFIG = dataclasses.replace(
+    TINY, width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7
+)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
+MESH = expert_mesh(TOPOLOGY)
+PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY)
+SAMPLES, WAVE, PER_PROMPT, LONGEST, ROOM = 24, 16, 4, 5, 6
+PROMPTS = np.repeat(np.random.default_rng(0).integers(0, 7, (6, LONGEST), np.int32), PER_PROMPT, axis=0)
+LENGTHS = np.repeat(np.array([5, 1, 3, 5, 2, 4]), PER_PROMPT)
+KEYS = jax.random.split(jax.random.key(5), SAMPLES)
+
+
+@functools.cache
+def policy():
+    model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    # In a new model all tokens are about equally likely, so scale the head.
+    model.head[...] = model.head[...] * 25
+    return model
+
+
+def sample(**options):
+    options = {"max_new_tokens": ROOM, "ends": [3], "temperature": 1.5, **options}
+    responses_per_prompt = options.pop("responses_per_prompt", PER_PROMPT)
+    return generate_in_waves(
+        *(policy(), PROMPTS, LENGTHS, KEYS),
+        parallel=PARALLEL,
+        responses_per_prompt=responses_per_prompt,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def in_waves():
+    """Sample in two waves, of which the second is not full; return the responses and what a watch saw."""
+    looks = []
+
+    def look(ended, so_far):
+        responses = so_far()
+        counts = count_ended(responses, ended, num_experts=CONFIG.num_experts)
+        looks.append((ended, *jax.device_get((responses, counts))))
+        return True
+
+    return sample(wave_samples=WAVE, watch=Watch(2, look)), looks
+
+
+@pytest.mark.slow
+def test_waves_return_what_one_wave_returns(in_waves):
+    actual, _ = in_waves
+    expected = sample(responses_per_prompt=1)
+    for name in ("tokens", "mask", "response_mask", "expert_ids", "ended"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+        assert getattr(actual, name).dtype == getattr(expected, name).dtype
+    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=5e-6)
+    assert 0 < actual.ended.sum() < SAMPLES
+    # A wave that is as large as the batch is the batch, without empty sequences.
+    whole = sample(responses_per_prompt=1, wave_samples=SAMPLES + 8)
+    jax.tree.map(np.testing.assert_array_equal, whole, expected)
+
+
+@pytest.mark.slow
+def test_watch_over_waves_sees_the_whole_batch(in_waves):
+    actual, looks = in_waves
+    sampled = actual.response_mask.sum(1)
+    # In each wave after two and four tokens, unless all have ended, and between the waves.
+    assert 3 <= len(looks) <= 5
+    waves = np.array([seen.mask[WAVE:].any() for _, seen, _ in looks])
+    assert waves.any()
+    assert not waves.all()
+    complete = 0
+    for ended, seen, (load, tokens) in looks:
+        assert ended.sum() >= complete
+        complete = ended.sum()
+        # Samples of the second wave begin when those of the first are complete, whether they have ended or not.
+        assert ended[:WAVE].all() or not seen.mask[WAVE:].any()
+        for leaf, final in ((seen.tokens, actual.tokens), (seen.expert_ids, actual.expert_ids)):
+            np.testing.assert_array_equal(leaf[seen.mask], final[seen.mask])
+        np.testing.assert_array_equal(seen.response_mask[ended].sum(1), sampled[ended])
+        assert (seen.response_mask[~ended].sum(1) <= sampled[~ended]).all()
+        replay = RoutingReplay(actual.expert_ids, actual.mask & ended[:, None])
+        np.testing.assert_array_equal(load, sample_load(replay, num_experts=CONFIG.num_experts))
+        np.testing.assert_array_equal(tokens, np.where(ended, actual.mask.sum(1), 0))
+    assert not actual.ended[:WAVE].all(), "some responses of the first wave reached the maximum length"
+
+
+@pytest.mark.slow
+def test_waves_use_the_same_programs_and_call_no_watch_that_has_returned_false(in_waves, caplog):
+    looks = []
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        again = sample(wave_samples=WAVE, watch=Watch(1, lambda *arguments: bool(looks.append(arguments))))
+    assert "_begin" not in caplog.text
+    assert "_decode" not in caplog.text
+    assert len(looks) == 1
+    jax.tree.map(np.testing.assert_array_equal, again, in_waves[0])
+
+
+@pytest.mark.parametrize(("wave_samples", "nearest"), [(12, "8 and 16"), (4, "8")])
+def test_wave_divides_over_the_ranks(wave_samples, nearest):
+    message = f"wave_samples={wave_samples} must divide evenly over 8 ranks; nearest: {nearest}$"
+    with pytest.raises(ValueError, match=message):
+        sample(wave_samples=wave_samples)
+    with pytest.raises(ValueError, match=message):
+        Train(**(SMALL | {"policy": "tiny", "wave_samples": wave_samples}))
+    check_wave(16, 8)
+
+
+def test_waves_bound_the_memory_that_a_run_needs(monkeypatch):
+    config = Train(prompts=2, responses_per_prompt=32, prompt_tokens=4096, response_tokens=4096, updates=2)
+    a_sample = 8192 * TINY.cache_bytes
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 16 * a_sample)
+    with pytest.raises(
+        ValueError, match=r"generating 64 samples of 8192 tokens at a time \(wave_samples\) needs"
+    ):
+        dataclasses.replace(config)
+    assert dataclasses.replace(config, wave_samples=16).samples_at_once == 16
+    assert dataclasses.replace(
+        config, prompts=1, updates=1, responses_per_prompt=8, micro_batches=1, wave_samples=16
+    )
