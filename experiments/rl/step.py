@@ -167,7 +167,10 @@ def recompute(
     return output._replace(load=_as_micro_batches(output.load))
 
 
-@nnx.jit(static_argnames=("temperature", "clip", "critic", "balance"), donate_argnames=("residents",))
+@nnx.jit(
+    static_argnames=("temperature", "clip", "critic", "balance"),
+    donate_argnames=("agent", "optimizer", "residents"),
+)
 def update(
     agent: Agent,
     optimizer: nnx.Optimizer,
@@ -183,6 +186,7 @@ def update(
 ) -> StepMetrics:
     """Take one optimizer step on the gradient of all micro-batches, in place.
 
+    The arrays of the agent and the optimizer are donated, so their old values take no memory beside the new ones.
     Gradients are accumulated in float32. The same program pushes the residents and returns their gradients.
 
     Args:
