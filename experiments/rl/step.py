@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
@@ -229,7 +230,7 @@ def update(
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
-        counts = (load, output.slot_rows, _count_changes(model, output, samples))
+        counts = (load, output.slot_rows, _count_changes(model, output, samples, batch.parallel))
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
@@ -280,12 +281,21 @@ def _count_load(
     output: ModelOutput, mask: Array, parallel: ExpertParallel
 ) -> Int[jax.Array, "groups L N G E"]:
     """Count the load of the routing that ran in one micro-batch, group by group."""
-    experts = parallel.topology.num_experts
-    by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
-    by_rank = by_sample.reshape(
-        -1, *parallel.ranks, len(by_sample) // parallel.num_ranks, *by_sample.shape[1:]
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(parallel.token_spec, parallel.token_spec),
+        out_specs=parallel.rank_spec,
     )
-    return jnp.moveaxis(by_rank.sum(3, dtype=jnp.int32), 3, 1)
+    def on_rank(ids, mask):
+        load = sample_load(RoutingReplay(ids, mask), num_experts=parallel.topology.num_experts)
+        load = load.sum(0, dtype=jnp.int32)
+        return load.reshape(*(1,) * len(parallel.rank_spec), *load.shape)
+
+    by_rank = on_rank(output.expert_ids, mask)
+    by_rank = by_rank.reshape(-1, *parallel.ranks, *by_rank.shape[-2:])
+    return jnp.moveaxis(by_rank, 3, 1)
 
 
 def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "groups*M L N G E"]:
@@ -294,17 +304,27 @@ def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "g
     return load.swapaxes(0, 1).reshape(-1, *load.shape[2:])
 
 
-def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
+def _count_changes(
+    model: LanguageModel, output: ModelOutput, samples: TrainingBatch, parallel: ExpertParallel
+) -> Int[jax.Array, " L"]:
     """Count the expert choices of one micro-batch in which the live router differs from the record."""
     if samples.expert_ids is None:
         return jnp.zeros(model.config.moe_layers, jnp.int32)
     bias = model.layers.experts.correction_bias
+    bias = None if bias is None else bias[...]
     select = functools.partial(select_experts, gating=model.config.gating)
-    if bias is None:
-        live = select(output.router_logits)
-    else:
+
+    # Each rank selects for its own tokens, because XLA would gather the logits of all ranks to sort them.
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(*[parallel.token_spec] * 3, PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    def on_rank(logits, recorded, mask, bias):
         select_layers = jax.vmap(lambda logits, bias: select(logits, bias=bias), in_axes=(-2, 0), out_axes=-2)
-        live = select_layers(output.router_logits, bias[...])
-    recorded = jnp.asarray(samples.expert_ids, jnp.int32)
-    changed = (live[..., None] != recorded[..., None, :]).all(-1) & samples.mask[..., None, None]
-    return changed.sum((0, 1, 3), dtype=jnp.int32)
+        live, recorded = select_layers(logits, bias), recorded.astype(jnp.int32)
+        changed = (live[..., None] != recorded[..., None, :]).all(-1) & mask[..., None, None]
+        return jax.lax.psum(changed.sum((0, 1, 3), dtype=jnp.int32), tuple(parallel.mesh.axis_names))
+
+    return on_rank(output.router_logits, jnp.asarray(samples.expert_ids), samples.mask, bias)
