@@ -51,7 +51,11 @@ def test_moments_in_bfloat16_give_the_updates_of_float32_up_to_rounding():
         error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         assert error < 3 * ROUNDING, step
     np.testing.assert_allclose(states[1].nu.astype(jnp.float32), states[0].nu, rtol=10 * ROUNDING)
-    assert (states[1].mu.dtype, states[1].nu.dtype, states[1].count.dtype) == ("bfloat16", "bfloat16", "int32")
+    assert (states[1].mu.dtype, states[1].nu.dtype, states[1].count.dtype) == (
+        "bfloat16",
+        "bfloat16",
+        "int32",
+    )
 
 
 def test_optax_finds_the_parameters_in_a_stored_state():
@@ -84,7 +88,8 @@ def test_moments_in_bfloat16_take_half_the_memory_and_stay_where_their_experts_a
         leaves = jax.tree.leaves(nnx.state(state.optimizer.opt_state))
         sizes[moments] = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves if leaf.ndim)
         params = sum(
-            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(state.agent, nnx.Param))
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves(nnx.state(state.agent, nnx.Param))
         )
         assert sizes[moments] == params * {"float32": 2, "bfloat16": 1}[moments]
 

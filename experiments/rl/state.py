@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments.model_memory import check_training_memory
+from experiments.model_memory import RunSizes, check_training_memory
 from experiments.rl.configs import Train
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
@@ -44,10 +44,10 @@ class State:
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
         sharding: dict[str, Any] = {"fsdp_axis": config.fsdp_axis, "shard_dense": config.shard_dense}
+        check_training_memory(config.model_name, run_sizes(config), mesh)
         if config.model is None:
             policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights, **sharding)
         else:
-            check_training_memory(config.model, config.model_config, mesh)
             policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype, **sharding)
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
         tx = make_optimizer(
@@ -121,3 +121,21 @@ class State:
         """Return what a checkpoint contains besides agent, optimizer and balancer."""
         settings = {name: {value: 1} for name, value in self.settings.items() if DEFAULTS.get(name) != value}
         return {"settings": settings, "carried": self.carried}
+
+
+def run_sizes(config: Train) -> RunSizes:
+    """Return the sizes of a run that determine the memory of a rank."""
+    samples = config.samples // config.num_ranks
+    tokens = config.prompt_tokens + config.response_tokens
+    return RunSizes(
+        config=config.model_config,
+        topology=config.topology,
+        fsdp=config.fsdp,
+        shard_dense=config.shard_dense,
+        moments=config.moments,
+        micro_batches=config.micro_batches,
+        sequences=samples // (config.updates * config.micro_batches),
+        length=tokens,
+        samples=samples,
+        columns=tokens,
+    )
