@@ -223,7 +223,7 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     }
     # The gradient of the head in float32, and the gathered head.
     head = (8 if sizes.shard_dense else 4) * config.width * config.vocabulary
-    stages = {
+    stages: dict[str, dict[str, float]] = {
         "loss": {
             **update,
             "logits of a chunk": logits,

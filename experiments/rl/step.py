@@ -310,8 +310,8 @@ def _count_changes(
     """Count the expert choices of one micro-batch in which the live router differs from the record."""
     if samples.expert_ids is None:
         return jnp.zeros(model.config.moe_layers, jnp.int32)
-    bias = model.layers.experts.correction_bias
-    bias = None if bias is None else bias[...]
+    correction = model.layers.experts.correction_bias
+    bias = None if correction is None else correction[...]
     select = functools.partial(select_experts, gating=model.config.gating)
 
     # Each rank selects for its own tokens, because XLA would gather the logits of all ranks to sort them.
