@@ -12,9 +12,10 @@ So a run needs 20 bytes for each parameter of a rank, or 16 with moments in bflo
 rank has its part of the experts, and all other parameters or, with ``shard_dense``, its part of them.
 
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
-`tests/test_model_memory.py` compares whole updates with XLA's own count. On GPUs XLA fuses more and cuDNN attends
-without scores, so less is needed (not measured). Not counted are the prompts' pass of a rollout, a recompute in
-fewer micro-batches than the updates, communication buffers, and the runtime itself.
+`tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
+without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
+H100, not run). Not counted are the prompts' pass of a rollout, live routing with buffers for the worst case, a
+recompute in fewer micro-batches than the updates, buffers of NCCL, and the runtime itself.
 """
 
 import dataclasses
