@@ -1,40 +1,75 @@
-"""``python -m experiments.model_memory``: compute the memory that reinforcement learning of published models needs.
+"""``python -m experiments.model_memory``: compute the memory that reinforcement learning needs on each rank.
 
-The bytes are computed from the shapes of model and optimizer, for ``python -m experiments.run learn --model FOLDER``.
-Experts are sharded over the ranks; all else (attention, embeddings, routers, dense and shared MLPs) is on every rank. A
-rank needs for each of its parameters:
+`memory_by_stage` counts the bytes of a rank by item for the stages of a step. A stage has the states, which stay on the
+device in all stages, and what it holds at its peak:
 
-    parameters    4 bytes  float32 master weights, which each layer casts for its computation
-    moments       8        the two moments of Adam
-    gradients     8        float32: the sum over micro-batches, and those of one micro-batch
+    states     parameters 4 bytes in float32, AdamW's two moments 8 (4 with ``moments=bfloat16``)
+    loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
+    backward   the sum of gradients, gradients of one micro-batch (4 bytes), layer inputs, arrays of one layer
+    rollout    the cache of keys and values, logits of the last tokens
 
-Memory that depends on the batch is not counted: the key-value cache of sampling, inputs of layers, logits (three times
-4 bytes x vocabulary per token), exchange and replica buffers, and the runtime itself.
+So a run needs 20 bytes for each parameter of a rank, or 16 with moments in bfloat16, and the memory of its tokens. A
+rank has its part of the experts, and all other parameters or, with ``shard_dense``, its part of them.
+
+The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
+`tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
+without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
+H100, not run). Not counted are the prompts' pass of a rollout, live routing with buffers for the worst case, a
+recompute in fewer micro-batches than the updates, buffers of NCCL, and the runtime itself.
 """
 
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax  # type: ignore[import-untyped]
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.contract.types import Topology
-from relibra_jax.models import LanguageModel, ModelConfig
+from relibra_jax.models import ModelConfig
+from relibra_jax.models.block_attention import BLOCK
 from relibra_jax.models.hf_config import model_config
+from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.models.load_checks import memory_of_a_device
+from relibra_jax.models.log_probs import CHUNK
 from relibra_jax.nnx import ExpertParam
+from relibra_jax.nnx.dense_sharding import STACKS
 
-GRADIENTS: Final = 2
-"""The number of sets of float32 gradients that an update keeps in memory."""
+ROW_ARRAYS: Final = 4.2
+"""The arrays ``[rows, D]`` of one layer at the same time."""
+TOKEN_ARRAYS: Final = 13
+"""The arrays ``[tokens, D]`` of one layer at the same time."""
+QUERY_ARRAYS: Final = 10.5
+"""The arrays ``[tokens, heads, head_width]`` of one layer at the same time."""
+KEY_ARRAYS: Final = 4.3
+"""The pairs of arrays ``[tokens, kv_heads, head_width]`` of one layer at the same time."""
+SCORE_ARRAYS: Final = 4.3
+"""The float32 scores of a block of queries and a block of keys, for all heads, at the same time."""
+LAYER_BYTES: Final = 12
+"""The bytes for each gathered parameter of one layer in its backward pass: the weight and its gradient, each in float32
+and, for other dtypes of the computation, in that dtype too. For float32, one array is copied for its layout."""
+LOSS_ARRAYS: Final = 8
+"""The arrays ``[tokens, D]`` of the loss: hidden states by samples and by chunks, and their gradients."""
+REPLICA_BUFFERS: Final = 3
+"""The copies of one layer's replicas, as in `relibra_jax.cost.memory`."""
+TABLE_BYTES: Final = 19
+"""The bytes of prepared tables for each row of a layer's buffers."""
+TARGET_BYTES: Final = 17
+"""The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
+SPARE_ROWS: Final = 1.25
+"""The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
+
+
+LARGEST: Final = 3
+"""The number of items and of settings that an error names."""
 RANKS: Final = (8, 16, 32, 64, 128)
 QWEN3: Final = {
     "model_type": "qwen3_moe",
@@ -118,62 +153,214 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """Published models by name, with the fields of their ``config.json`` on Hugging Face that determine sizes."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """The sizes of a run that determine the memory of a rank."""
+
+    config: ModelConfig
+    """The sizes of the model."""
+    topology: Topology
+    """The expert-parallel group with its replica and resident slots."""
+    fsdp: int = 1
+    """The number of copies of the group over which experts are sharded. Data-parallel copies change nothing."""
+    shard_dense: bool = False
+    """Whether all other parameters are sharded over the ranks of the group and ``fsdp``."""
+    moments: str = "float32"
+    """The dtype of AdamW's moments."""
+    micro_batches: int = 1
+    """The number of micro-batches of an update."""
+    sequences: int = 1
+    """The number of sequences of a rank in a micro-batch."""
+    length: int = 0
+    """The number of tokens of a sequence. 0 counts nothing that depends on tokens."""
+    rows: int | None = None
+    """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
+    samples: int = 0
+    """The number of samples of a rank in a rollout."""
+    columns: int = 0
+    """The number of columns of the rollout's cache: the tokens of a sample."""
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The mesh of one group, or of its copies along the axis ``fsdp``, without devices."""
+        ranks = (self.topology.num_nodes, self.topology.ranks_per_node)
+        return AbstractMesh((self.fsdp, *ranks), ("fsdp", "node", "local"), axis_types=(AxisType.Auto,) * 3)
+
+
+def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
+    """Count the bytes of a rank at the peak of each stage of a step, by item.
+
+    Args:
+        sizes: the sizes of the run.
+
+    Returns:
+        The items of the stages loss, backward and rollout, in bytes. The states are items of every stage.
+    """
+    config, topology, parameters = sizes.config, sizes.topology, rank_parameters(sizes)
+    width = jnp.dtype(config.dtype).itemsize
+    tokens = sizes.sequences * sizes.length
+    rows = math.ceil(SPARE_ROWS * tokens * config.top_k) if sizes.rows is None else sizes.rows
+    expert = 3 * config.width * config.expert_width
+    chunks = max(1, -(-tokens // CHUNK))
+    # XLA takes the only step of a loop out of the loop, and then keeps one more array.
+    logits = (2 if chunks > 1 else 3) * -(-tokens // chunks) * config.vocabulary * 4
+    span = min(sizes.length, BLOCK)
+    scores = SCORE_ARRAYS * config.heads * (BLOCK if sizes.length > BLOCK else tokens) * span * 4
+    kept = topology.resident_slots * config.moe_layers * expert
+    heads = QUERY_ARRAYS * config.heads + KEY_ARRAYS * 2 * config.kv_heads
+    layer = width * tokens * (TOKEN_ARRAYS * config.width + heads * config.head_width)
+    states = {
+        "parameters": 4 * parameters.all,
+        "moments": 2 * jnp.dtype(sizes.moments).itemsize * parameters.all,
+    }
+    update = {
+        **states,
+        "sum of gradients": 4 * parameters.all,
+        "residents": (width + 4) * kept,
+        "layer inputs": width * config.layers * tokens * config.width,
+        "tables, routes and targets": sizes.micro_batches
+        * (config.moe_layers * (TABLE_BYTES * rows + tokens * config.top_k) + TARGET_BYTES * tokens),
+        "router logits": 8 * config.moe_layers * tokens * config.num_experts,
+    }
+    # The gradient of the head in float32, and the gathered head.
+    head = (8 if sizes.shard_dense else 4) * config.width * config.vocabulary
+    stages: dict[str, dict[str, float]] = {
+        "loss": {
+            **update,
+            "logits of a chunk": logits,
+            "output head": head if tokens else 0,
+            "arrays of the loss": LOSS_ARRAYS * width * tokens * config.width,
+        },
+        "backward": {
+            **update,
+            "gradients of a micro-batch": 4 * (parameters.all + kept),
+            "arrays of a layer": layer + max(scores, ROW_ARRAYS * width * rows * config.width),
+            "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
+            "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
+        },
+        "rollout": {
+            **states,
+            "cache": sizes.samples * sizes.columns * config.cache_bytes,
+            "logits of the last tokens": 3 * 4 * sizes.samples * config.vocabulary,
+        },
+    }
+    return {name: {item: round(size) for item, size in stage.items()} for name, stage in stages.items()}
+
+
+class RankParameters(NamedTuple):
+    """The number of parameters with which a rank works."""
+
+    all: int
+    """The parameters that the rank stores and updates: its parts of sharded ones, and those that every rank has."""
+    layer: int
+    """The parameters of the largest layer while the rank computes it: its experts, and all others whole."""
+
+
+@functools.cache
+def rank_parameters(sizes: RunSizes) -> RankParameters:
+    """Count the parameters of a rank, from the shapes and shardings of the model."""
+    fsdp_axis = "fsdp" if sizes.fsdp > 1 else None
+    make = model_maker(
+        sizes.config, sizes.topology, sizes.mesh, fsdp_axis=fsdp_axis, shard_dense=sizes.shard_dense
+    )
+    _, shapes, shardings = abstract_model(make, sizes.mesh)
+    own, layers = 0, dict.fromkeys(STACKS, 0)
+    leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    for (path, variable), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        if not isinstance(variable, nnx.Param):
+            continue
+        own += math.prod(sharding.shard_shape(variable.shape))
+        if path[0].key in layers:
+            ranks = sizes.topology.num_ranks if isinstance(variable, ExpertParam) else 1
+            layers[path[0].key] += math.prod(variable.shape[1:]) // ranks
+    return RankParameters(own, max(layers.values()))
+
+
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters of all routed experts, and all other parameters."""
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=config.num_experts, replica_slots=0)
-    model = nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0)))
-    counts = {True: 0, False: 0}
-    for variable in jax.tree.leaves(
-        nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    ):
-        counts[isinstance(variable, ExpertParam)] += int(np.prod(variable.shape, dtype=np.int64))
-    return counts[True], counts[False]
+    experts = 3 * config.moe_layers * config.num_experts * config.width * config.expert_width
+    return experts, rank_parameters(RunSizes(config=config, topology=topology)).all - experts
 
 
-def bytes_of_a_parameter() -> int:
-    """Return the bytes that a run needs for each parameter of a rank: the parameter, AdamW's state, and gradients."""
-    parameter = jax.ShapeDtypeStruct((1,), jnp.float32)
-    state = jax.eval_shape(optax.adamw(1e-4).init, parameter)
-    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == parameter.shape]
-    return sum(leaf.dtype.itemsize for leaf in [parameter, *moments, *[parameter] * GRADIENTS])
+def rank_gigabytes(sizes: RunSizes) -> float:
+    """Return the memory that a run needs on a rank, in GB (1e9 bytes): that of the stage that needs most."""
+    return max(sum(items.values()) for items in memory_by_stage(sizes).values()) / 1e9
 
 
-def rank_gigabytes(config: ModelConfig, ranks: int) -> float:
-    """Return the memory of a rank for model, optimizer and gradients, in GB (1e9 bytes)."""
-    experts, others = num_parameters(config)
-    return bytes_of_a_parameter() * (experts / ranks + others) / 1e9
-
-
-def check_training_memory(folder: Path, config: ModelConfig, mesh: Mesh) -> None:
-    """Raise an error if training needs more memory than a rank's device has.
+def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
+    """Raise an error if a run needs more memory than a rank's device has.
 
     Args:
-        folder: the folder of the checkpoint, for the error message.
-        config: the model's sizes.
+        name: the name of the run's model, for the error message.
+        sizes: the sizes of the run.
         mesh: the device mesh.
 
     Raises:
-        ValueError: if it does; the message has the computed sizes.
+        ValueError: if it does. The message has the largest items, and the settings that would reduce it most.
     """
-    available, required = memory_of_a_device(mesh) / 1e9, rank_gigabytes(config, mesh.size)
-    if required > available:
-        raise ValueError(
-            f"{folder}: training needs {required:.1f} GB on each of {mesh.size} ranks ({bytes_of_a_parameter()} bytes"
-            f" per parameter; experts are sharded, all else is on every rank), but a device has {available:.1f} GB"
+    available, required = memory_of_a_device(mesh) / 1e9, rank_gigabytes(sizes)
+    if required <= available:
+        return
+    stage, items = max(memory_by_stage(sizes).items(), key=lambda stage: sum(stage[1].values()))
+    largest = sorted(items.items(), key=lambda item: -item[1])[:LARGEST]
+    parts = ", ".join(f"{item} {size / 1e9:.1f}" for item, size in largest)
+    smaller = {setting: rank_gigabytes(other) for setting, other in _smaller(sizes).items()}
+    best = sorted(smaller.items(), key=lambda entry: entry[1])[:LARGEST]
+    settings = ", ".join(f"{setting} ({size:.1f})" for setting, size in best if size < 0.99 * required)
+    advice = f"; it would need less with {settings}" if settings else ""
+    raise ValueError(
+        f"{name}: the {stage} stage needs {required:.1f} GB on each of {mesh.size} ranks ({parts}), but a device has"
+        f" {available:.1f} GB{advice}"
+    )
+
+
+def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
+    """Return sizes that may need less memory, by the setting that a run would change. Each changes one setting."""
+    replace = functools.partial(dataclasses.replace, sizes)
+    others = {"moments=bfloat16": replace(moments="bfloat16"), "shard_dense=True": replace(shard_dense=True)}
+    ranks = sizes.topology.num_ranks
+    if sizes.config.width % (2 * sizes.fsdp) == 0:
+        name = f"fsdp={2 * sizes.fsdp} on {2 * sizes.fsdp * ranks} devices"
+        others[name] = replace(fsdp=2 * sizes.fsdp)
+    if sizes.sequences > 1:
+        parts = sizes.sequences
+        others[f"micro_batches={parts * sizes.micro_batches}"] = replace(
+            micro_batches=parts * sizes.micro_batches, sequences=1
         )
+    if sizes.topology.resident_slots:
+        others["resident_slots=0"] = replace(topology=dataclasses.replace(sizes.topology, resident_slots=0))
+    return others
+
+
+def published_sizes(config: ModelConfig, ranks: int, *, shard_dense: bool) -> RunSizes:
+    """Return the sizes of a run without its tokens, on nodes of 8 ranks."""
+    topology = Topology(
+        num_nodes=ranks // 8, ranks_per_node=8, num_experts=config.num_experts, replica_slots=0
+    )
+    return RunSizes(config=config, topology=topology, shard_dense=shard_dense)
+
+
+def table_row(config: ModelConfig, *, shard_dense: bool) -> list[str]:
+    """Return the GB of a rank for each number of `RANKS`; empty where experts do not divide evenly over ranks."""
+    return [
+        f"{rank_gigabytes(published_sizes(config, ranks, shard_dense=shard_dense)):.0f}"
+        if config.num_experts % ranks == 0
+        else ""
+        for ranks in RANKS
+    ]
 
 
 def main() -> None:
     """Compute and print the table."""
-    table = Table("model", "parameters", "on every rank", *map(str, RANKS), box=box.MARKDOWN)
+    table = Table("model", "parameters", "all but experts", *map(str, RANKS), box=box.MARKDOWN)
     for name, fields in PUBLISHED.items():
         config = model_config(fields)
         experts, others = num_parameters(config)
-        sizes = [
-            f"{rank_gigabytes(config, ranks):.0f}" if config.num_experts % ranks == 0 else ""
-            for ranks in RANKS
-        ]
-        table.add_row(name, f"{(experts + others) / 1e9:.1f} B", f"{others / 1e9:.1f} B", *sizes)
+        for shard_dense in (False, True):
+            where = "sharded" if shard_dense else "on every rank"
+            row = table_row(config, shard_dense=shard_dense)
+            table.add_row(name, f"{(experts + others) / 1e9:.1f} B", f"{others / 1e9:.1f} B, {where}", *row)
     print("GB per rank, by the number of ranks")
     Console(width=120).print(table)
 

@@ -1,28 +1,46 @@
-"""The computed memory of published models: parameters equal the model cards, and bytes equal those of a run."""
+"""The computed memory: parameters equal the model cards, states those of a run, and updates what XLA allocates."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import jax
-import optax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from experiments.model_memory import (
     PUBLISHED,
-    RANKS,
-    bytes_of_a_parameter,
+    RunSizes,
     check_training_memory,
+    memory_by_stage,
     num_parameters,
+    published_sizes,
     rank_gigabytes,
+    table_row,
 )
-from experiments.rl.policy import TINY
+from experiments.rl.configs import Train
+from experiments.rl.optimizer import make_optimizer
+from experiments.rl.policy import TINY, make_agent
+from experiments.rl.state import run_sizes
+from experiments.rl.step import Clip, TrainingBatch, update
 from relibra_jax import Topology
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.models import make_model
 from relibra_jax.models.hf_config import model_config
-from relibra_jax.nnx import expert_mesh
+from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh
+from relibra_jax.planning.planners import PLANNERS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "checkpoints.md").read_text()
+WITHIN = 0.1
+"""The relative error that is allowed for the memory of an update."""
+
+
+def make_topology(nodes=1, ranks=4, **changes):
+    return Topology(
+        **({"num_nodes": nodes, "ranks_per_node": ranks, "num_experts": 16, "replica_slots": 2} | changes)
+    )
 
 
 # The numbers are those of the model cards. The rounded numbers of GLM-4.5 include layers for multi-token prediction,
@@ -42,31 +60,135 @@ def test_num_parameters_equals_the_model_cards(name, billions, tolerance):
     assert sum(num_parameters(model_config(PUBLISHED[name]))) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
-def test_rank_gigabytes_equals_the_bytes_of_a_run():
-    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
-    model = make_model(TINY, topology, mesh=expert_mesh(topology), key=jax.random.key(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    device_bytes = 0
-    for leaf in jax.tree.leaves((nnx.state(model, nnx.Param), nnx.state(optimizer.opt_state))):
-        device_bytes += leaf.addressable_shards[0].data.nbytes if leaf.size > 1 else 0
-    # Two sets of float32 gradients; parameters and the two moments are three.
-    gradients = 2 * 4 * device_bytes / 12
-    assert device_bytes + gradients == pytest.approx(1e9 * rank_gigabytes(TINY, topology.num_ranks))
-    assert bytes_of_a_parameter() == 20
+@pytest.mark.parametrize(("shard_dense", "fsdp"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_states_equal_the_bytes_of_a_run(shard_dense, fsdp, moments):
+    topology = make_topology(nodes=2, ranks=4 // fsdp)
+    axes = {"fsdp": fsdp} if fsdp > 1 else {}
+    mesh = expert_mesh(topology, **axes)
+    sharding = {"shard_dense": shard_dense, "fsdp_axis": "fsdp" if fsdp > 1 else None}
+    model = make_model(TINY, topology, mesh=mesh, key=jax.random.key(0), **sharding)
+    tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=moments)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def rank_bytes(state):
+        leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    sizes = RunSizes(config=TINY, topology=topology, fsdp=fsdp, shard_dense=shard_dense, moments=moments)
+    items = memory_by_stage(sizes)["backward"]
+    assert items["parameters"] == rank_bytes(nnx.state(model, nnx.Param))
+    assert items["moments"] == rank_bytes(nnx.state(optimizer.opt_state))
 
 
-def test_rank_gigabytes_equals_the_table_of_the_page():
+def test_a_parameter_takes_the_bytes_that_the_page_says():
+    for moments, expected in (("float32", 20), ("bfloat16", 16)):
+        sizes = published_sizes(model_config(PUBLISHED["OLMoE-1B-7B"]), 8, shard_dense=False)
+        items = memory_by_stage(dataclasses.replace(sizes, moments=moments))["backward"]
+        assert sum(items.values()) == expected * items["parameters"] / 4
+        assert f"{expected} bytes" in PAGE
+
+
+@pytest.mark.parametrize("shard_dense", [False, True])
+def test_table_equals_the_table_of_the_page(shard_dense):
+    where = "sharded" if shard_dense else "on every rank"
     for name, fields in PUBLISHED.items():
-        config = model_config(fields)
-        [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
-        sizes = [f"{rank_gigabytes(config, n):.0f}" if config.num_experts % n == 0 else "" for n in RANKS]
-        assert [cell.strip() for cell in row.split("|")][2:] == sizes, name
+        [row] = re.findall(rf"^\| {re.escape(name)} \|([^\n]*, {where} \|[^\n]*)\|$", PAGE, re.MULTILINE)
+        cells = [cell.strip() for cell in row.split("|")][2:]
+        assert cells == table_row(model_config(fields), shard_dense=shard_dense), name
 
 
-def test_check_training_memory_rejects_insufficient_memory_with_the_sizes():
-    mesh = expert_mesh(Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=0))
-    config = model_config(PUBLISHED["Qwen3-235B-A22B"])
-    with pytest.raises(
-        ValueError, match=r"big: training needs 727\.7 GB on each of 8 ranks \(20 bytes per parameter"
-    ):
-        check_training_memory(Path("big"), config, mesh)
+def compile_update(sizes, micro_batches, samples, planner="static"):
+    """Compile the update of a run on devices; return XLA's count of bytes, and the rows of a layer's buffers."""
+    config, topology = sizes.config, sizes.topology
+    mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks])
+    key = jax.random.key(0)
+    agent = make_agent(
+        make_model(config, topology, mesh=mesh, key=key, shard_dense=sizes.shard_dense), mesh, critic=False
+    )
+    tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=sizes.moments)
+    optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
+    balancer = Balancer(
+        PLANNERS[planner].planner,
+        ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
+        num_layers=config.moe_layers,
+        num_micro_batches=micro_batches,
+        key=key,
+        cost="balance",
+        sequences="padded",
+    )
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, config.vocabulary, (samples, sizes.length), np.int32)
+    mask, weights = np.ones(tokens.shape, bool), np.ones(tokens.shape, np.float32)
+    ids = np.argsort(rng.random((*tokens.shape, config.moe_layers, config.num_experts)))[..., : config.top_k]
+    ids = ids.astype(np.uint8)
+    batch = balancer.prepare(agent, optimizer, RoutingReplay(ids, mask))
+    on_ranks = batch.to_ranks(TrainingBatch(tokens, mask, ids, weights, weights, weights))
+    batch_load = jnp.ones((config.moe_layers, config.num_experts), jnp.int32)
+    program = update.lower(agent, optimizer, batch, on_ranks, batch_load, clip=Clip(), balance=0.02).compile()
+    return program.compiled.memory_analysis(), batch.parallel.capacities.rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("item", "changes", "model"),
+    [
+        ("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
+        ("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}),
+        ("gradients of a micro-batch", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
+    ],
+    ids=["wide vocabulary", "many tokens", "wide experts"],
+)
+def test_memory_of_an_update_is_what_xla_allocates(item, changes, model):
+    """One item is the largest besides the states in each case. The page says what is compared."""
+    sizes = RunSizes(
+        config=dataclasses.replace(TINY, **model),
+        topology=make_topology(),
+        micro_batches=2,
+        sequences=2,
+        **changes,
+    )
+    actual, rows = compile_update(sizes, 2, samples=16)
+    stages = memory_by_stage(dataclasses.replace(sizes, rows=rows))
+    items = max(stages.values(), key=lambda items: sum(items.values()))
+    assert item in sorted(items, key=items.get)[-4:]
+    allocated = actual.argument_size_in_bytes + actual.temp_size_in_bytes
+    allocated += actual.output_size_in_bytes - actual.alias_size_in_bytes
+    assert sum(items.values()) == pytest.approx(allocated, rel=WITHIN)
+    # The states and what an update gets follow from shapes. XLA returns the new states in the place of the old ones.
+    arguments = sum(items[name] for name in ("parameters", "moments", "tables, routes and targets"))
+    assert arguments == pytest.approx(actual.argument_size_in_bytes, rel=WITHIN)
+    assert actual.alias_size_in_bytes >= items["parameters"] + items["moments"]
+
+
+def test_check_training_memory_names_the_largest_items_and_what_would_help(monkeypatch):
+    monkeypatch.setattr("experiments.model_memory.memory_of_a_device", lambda mesh: 80e9)
+    config = dataclasses.replace(model_config(PUBLISHED["Qwen3-30B-A3B"]), dtype="bfloat16")
+    topology = make_topology(nodes=2, ranks=4, num_experts=128)
+    sizes = RunSizes(
+        config=config, topology=topology, micro_batches=2, sequences=4, length=4096, samples=8, columns=4096
+    )
+    mesh = expert_mesh(topology)
+    with pytest.raises(ValueError, match=r"^big: ") as raised:
+        check_training_memory("big", sizes, mesh)
+    message = str(raised.value)
+    assert re.fullmatch(
+        r"big: the backward stage needs [\d.]+ GB on each of 8 ranks \(moments [\d.]+, parameters [\d.]+, sum of"
+        r" gradients [\d.]+\), but a device has 80\.0 GB; it would need less with fsdp=2 on 16 devices \([\d.]+\), .*",
+        message,
+    ), message
+    # What the message names needs what it says, and enough of it together passes.
+    needed = float(re.search(r"shard_dense=True \(([\d.]+)\)", message)[1])
+    smaller = dataclasses.replace(sizes, shard_dense=True)
+    assert rank_gigabytes(smaller) == pytest.approx(needed, abs=0.05)
+    check_training_memory("big", dataclasses.replace(smaller, moments="bfloat16", fsdp=4, sequences=1), mesh)
+
+
+def test_sizes_of_a_run_follow_from_its_settings():
+    config = Train(shard_dense=True, moments="bfloat16", updates=2, micro_batches=4)
+    sizes = run_sizes(config)
+    ranks = config.num_ranks
+    assert sizes.sequences * sizes.micro_batches * config.updates * ranks == config.samples
+    assert sizes.samples * ranks == config.samples
+    assert sizes.length == sizes.columns == config.prompt_tokens + config.response_tokens
+    assert (sizes.shard_dense, sizes.moments) == (True, "bfloat16")

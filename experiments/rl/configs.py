@@ -71,7 +71,9 @@ class Train:
     model: Path | None = None
     """The folder of a Hugging Face checkpoint with its tokenizer, to start from in place of random weights."""
     dtype: str = "float32"
-    """The dtype of the computation: float32 or bfloat16. Parameters and optimizer state are always float32."""
+    """The dtype of the computation: float32 or bfloat16. Parameters are always float32."""
+    moments: str = "float32"
+    """The dtype in which AdamW's two moments are stored: float32 or bfloat16. It computes with them in float32."""
     algorithm: str = "grpo"
     """The reinforcement-learning algorithm: grpo, dapo, ppo or tppo."""
     critic: Critic = dataclasses.field(default_factory=Critic)
@@ -196,6 +198,7 @@ class Train:
             ("algorithm", ALGORITHMS),
             ("planner", PLANNERS),
             ("dtype", DTYPES),
+            ("moments", DTYPES),
             ("routing", ROUTINGS),
             ("price", PRICES),
         ):

@@ -1,16 +1,17 @@
 """The state of a run and its checkpoints, in logical expert order, so that a run can resume on any mesh."""
 
-import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments.model_memory import check_training_memory
+from experiments.model_memory import RunSizes, check_training_memory
 from experiments.rl.configs import Train
+from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
 from experiments.rl.policy import make_agent
 from experiments.rl.windows import Carried, carry_nothing
@@ -20,16 +21,14 @@ from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
 from relibra_jax.routing.sizes import Capacities
 
-LARGEST_GRADIENT: Final = 1.0
-"""The norm to which larger gradients are clipped."""
-SECOND_MOMENT: Final = 0.95
-"""The decay of AdamW's second moment. It forgets the larger gradients of the warm-up within a few updates."""
 FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes at the start of a run. None counts those of the first batch."""
 SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
 CARRIED_SETTINGS: Final = ("window", "response_tokens", "prompt_tokens", "samples")
 """The settings, besides the algorithm, that must not change while responses are carried from step to step."""
+DEFAULTS: Final[Mapping[str, str]] = MappingProxyType({"moments": "float32"})
+"""The values of settings that a checkpoint does not name."""
 
 
 class State:
@@ -45,14 +44,17 @@ class State:
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
         sharding: dict[str, Any] = {"fsdp_axis": config.fsdp_axis, "shard_dense": config.shard_dense}
+        check_training_memory(config.model_name, run_sizes(config), mesh)
         if config.model is None:
             policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights, **sharding)
         else:
-            check_training_memory(config.model, config.model_config, mesh)
             policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype, **sharding)
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
-        rates = (config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
-        tx = _adamw(*rates, critic_rate=config.critic.rate if config.algorithm_entry.critic else None)
+        tx = make_optimizer(
+            *(config.warmup_learning_rate, config.learning_rate, config.warmup_steps),
+            critic_rate=config.critic.rate if config.algorithm_entry.critic else None,
+            moments=config.moments,
+        )
         self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
         parallel = ExpertParallel(
             mesh=mesh,
@@ -72,7 +74,7 @@ class State:
             sequences="packed" if config.pack_sequences else "padded",
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
-        self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}
+        self.settings = {name: str(getattr(config, name)) for name in ("algorithm", "moments", *carries)}
         """The settings that a run must have to resume a checkpoint of this run."""
         self.carried: Carried | None = None
         """The responses that the last rollout left unfinished. None for algorithms that finish all responses."""
@@ -97,11 +99,13 @@ class State:
             verify: whether to compare every array with the digest that was saved with it.
 
         Raises:
-            ValueError: if there is no checkpoint, it is damaged, it belongs to another model or algorithm, or its
-                unfinished responses were sampled under other settings. The message names the difference.
+            ValueError: if there is no checkpoint, it is damaged, it belongs to another model, algorithm or dtype of
+                moments, or its unfinished responses were sampled under other settings. The message names the
+                difference.
         """
         names = read_layout(manager, find_step(manager, None), verify=verify).arrays
-        saved = dict(name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
+        named = (name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
+        saved = {**DEFAULTS, **dict(named)}
         for name, value in self.settings.items():
             if saved.get(name) != value:
                 raise ValueError(
@@ -115,23 +119,23 @@ class State:
 
     def _extra(self) -> dict[str, Any]:
         """Return what a checkpoint contains besides agent, optimizer and balancer."""
-        settings = {name: {value: 1} for name, value in self.settings.items()}
+        settings = {name: {value: 1} for name, value in self.settings.items() if DEFAULTS.get(name) != value}
         return {"settings": settings, "carried": self.carried}
 
 
-@functools.cache
-def _adamw(
-    supervised: float, reinforced: float, warmup_steps: int, *, critic_rate: float | None
-) -> optax.GradientTransformation:
-    """Make the optimizer. Runs with equal rates get the same object, so that they share compiled programs."""
-    rates = [optax.constant_schedule(supervised), optax.constant_schedule(reinforced)]
-    schedule = optax.join_schedules(rates, [warmup_steps])
-    parts = [optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adamw(schedule, b2=SECOND_MOMENT)]
-    if critic_rate is not None:
-        parts.append(optax.masked(optax.scale(critic_rate), _of_critic))
-    return optax.chain(*parts)
-
-
-def _of_critic(params: Any) -> Any:
-    """Mark the parameters of an agent that belong to its critic."""
-    return jax.tree.map_with_path(lambda path, _: path[0].key == "critic", params)
+def run_sizes(config: Train) -> RunSizes:
+    """Return the sizes of a run that determine the memory of a rank."""
+    samples = config.samples // config.num_ranks
+    tokens = config.prompt_tokens + config.response_tokens
+    return RunSizes(
+        config=config.model_config,
+        topology=config.topology,
+        fsdp=config.fsdp,
+        shard_dense=config.shard_dense,
+        moments=config.moments,
+        micro_batches=config.micro_batches,
+        sequences=samples // (config.updates * config.micro_batches),
+        length=tokens,
+        samples=samples,
+        columns=tokens,
+    )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
@@ -167,7 +168,10 @@ def recompute(
     return output._replace(load=_as_micro_batches(output.load))
 
 
-@nnx.jit(static_argnames=("temperature", "clip", "critic", "balance"), donate_argnames=("residents",))
+@nnx.jit(
+    static_argnames=("temperature", "clip", "critic", "balance"),
+    donate_argnames=("agent", "optimizer", "residents"),
+)
 def update(
     agent: Agent,
     optimizer: nnx.Optimizer,
@@ -183,6 +187,7 @@ def update(
 ) -> StepMetrics:
     """Take one optimizer step on the gradient of all micro-batches, in place.
 
+    The arrays of the agent and the optimizer are donated, so their old values take no memory beside the new ones.
     Gradients are accumulated in float32. The same program pushes the residents and returns their gradients.
 
     Args:
@@ -225,7 +230,7 @@ def update(
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
-        counts = (load, output.slot_rows, _count_changes(model, output, samples))
+        counts = (load, output.slot_rows, _count_changes(model, output, samples, batch.parallel))
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
@@ -296,17 +301,27 @@ def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "g
     return load.swapaxes(0, 1).reshape(-1, *load.shape[2:])
 
 
-def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
+def _count_changes(
+    model: LanguageModel, output: ModelOutput, samples: TrainingBatch, parallel: ExpertParallel
+) -> Int[jax.Array, " L"]:
     """Count the expert choices of one micro-batch in which the live router differs from the record."""
     if samples.expert_ids is None:
         return jnp.zeros(model.config.moe_layers, jnp.int32)
-    bias = model.layers.experts.correction_bias
+    correction = model.layers.experts.correction_bias
+    bias = None if correction is None else correction[...]
     select = functools.partial(select_experts, gating=model.config.gating)
-    if bias is None:
-        live = select(output.router_logits)
-    else:
+
+    # Each rank selects for its own tokens, because XLA would gather the logits of all ranks to sort them.
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(*[parallel.token_spec] * 3, PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    def on_rank(logits, recorded, mask, bias):
         select_layers = jax.vmap(lambda logits, bias: select(logits, bias=bias), in_axes=(-2, 0), out_axes=-2)
-        live = select_layers(output.router_logits, bias[...])
-    recorded = jnp.asarray(samples.expert_ids, jnp.int32)
-    changed = (live[..., None] != recorded[..., None, :]).all(-1) & samples.mask[..., None, None]
-    return changed.sum((0, 1, 3), dtype=jnp.int32)
+        live, recorded = select_layers(logits, bias), recorded.astype(jnp.int32)
+        changed = (live[..., None] != recorded[..., None, :]).all(-1) & mask[..., None, None]
+        return jax.lax.psum(changed.sum((0, 1, 3), dtype=jnp.int32), parallel.token_spec[0])
+
+    return on_rank(output.router_logits, jnp.asarray(samples.expert_ids), samples.mask, bias)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
@@ -274,7 +274,12 @@ def make_model(
 
 
 def model_maker(
-    config: ModelConfig, topology: Topology, mesh: Mesh, *, fsdp_axis: str | None, shard_dense: bool
+    config: ModelConfig,
+    topology: Topology,
+    mesh: Mesh | AbstractMesh,
+    *,
+    fsdp_axis: str | None,
+    shard_dense: bool,
 ) -> Callable[[nnx.Rngs], LanguageModel]:
     """Return a function of the random keys that makes a model for a mesh; its arguments are those of `make_model`."""
     axes = dense_axes(mesh, fsdp_axis) if shard_dense else None
@@ -285,12 +290,14 @@ def model_maker(
     return make
 
 
-def abstract_model(make: Callable[[nnx.Rngs], LanguageModel], mesh: Mesh) -> tuple[Any, Any, Any]:
+def abstract_model(
+    make: Callable[[nnx.Rngs], LanguageModel], mesh: Mesh | AbstractMesh
+) -> tuple[Any, Any, Any]:
     """Return a model without its arrays: its graph, and the shapes and shardings of its state.
 
     Args:
         make: a function that makes the model, from `model_maker`.
-        mesh: the device mesh.
+        mesh: the device mesh, or its axes without devices.
 
     Raises:
         ValueError: if `LanguageModel` rejects the config and topology.

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
 from relibra_jax.execution.mesh import RANKS
@@ -29,7 +29,7 @@ FLOAT32: Final = ("router",)
 """The parameters that are not cast before they are gathered, because routing is computed in float32."""
 
 
-def dense_axes(mesh: Mesh, fsdp_axis: str | None = None) -> dict[str, int]:
+def dense_axes(mesh: Mesh | AbstractMesh, fsdp_axis: str | None = None) -> dict[str, int]:
     """Return the mesh axes over which dense parameters are sharded, with their sizes: FSDP, node and local.
 
     Args:
