@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax  # type: ignore[import-untyped]
 import tyro
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,6 +28,7 @@ from experiments.aot.gpus import GPUS, described_devices
 from experiments.aot.hlo import Program
 from experiments.aot.stack import FAST_COMPILATION
 from experiments.model_memory import PUBLISHED
+from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import Clip, TrainingBatch, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
@@ -68,6 +68,8 @@ class Whole:
     """The number of further copies, over which experts are sharded along the model width."""
     shard_dense: bool = False
     """Whether dense parameters are sharded over the ranks of a group and ``fsdp``."""
+    moments: str = "float32"
+    """The dtype of AdamW's moments."""
     tokens: int = 8192
     """The number of tokens of a rank in a micro-batch, one packed sequence."""
     micro_batches: int = 2
@@ -86,7 +88,7 @@ PROGRAMS: Final = (
     _SMALL,
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
     dataclasses.replace(_SMALL, nodes=2, tokens=32768, resident_slots=1),
-    dataclasses.replace(_SMALL, model="GLM-4.5-Air", fsdp=2),
+    dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
     dataclasses.replace(_LARGE, resident_slots=1),
 )
@@ -134,7 +136,7 @@ def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     ).with_striping(config.top_k)
     fsdp_axis = "fsdp" if setting.fsdp > 1 else None
     make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
+    tx = make_optimizer(1e-5, 1e-5, 0, critic_rate=None, moments=setting.moments)
 
     def build() -> tuple[Agent, nnx.Optimizer]:
         agent = make_agent(make(nnx.Rngs(0)), mesh, critic=False)
