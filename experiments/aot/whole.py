@@ -1,12 +1,13 @@
-"""Whole published models: one optimizer update of a run, compiled for a cluster of described H100s.
+"""Whole published models: an update or a recompute of a run, compiled for a cluster of described H100s.
 
     make aot-full                                  # all programs of the table, a quarter of an hour
     python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
 
-The program is `experiments.rl.step.update`, the one that a run compiles: it pushes residents, scans micro-batches of
-packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. Weights are
-float32, the computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such
-nodes. The largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
+The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
+of packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. A recompute
+scans the same micro-batches for the log-probabilities of their tokens, without residents. Weights are float32, the
+computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such nodes. The
+largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from experiments.aot.stack import FAST_COMPILATION
 from experiments.model_memory import PUBLISHED
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
-from experiments.rl.step import Clip, TrainingBatch, update
+from experiments.rl.step import Clip, TrainingBatch, recompute, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, prepare_layers
 from relibra_jax.execution.mesh import RANKS, expert_mesh
@@ -52,8 +53,10 @@ VISITED: Final = 0.95
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """Compile one update of a published model, and print its memory on a device."""
+    """Compile a program of a published model, and print its memory on a device."""
 
+    program: Literal["update", "recompute"] = "update"
+    """The program to compile."""
     model: str | None = None
     """The published model. None compiles all programs of the table, `PROGRAMS`, whatever the other settings are."""
     layers: int | None = None
@@ -89,6 +92,7 @@ PROGRAMS: Final = (
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
     dataclasses.replace(_SMALL, nodes=2, tokens=32768, resident_slots=1),
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
+    dataclasses.replace(_SMALL, program="recompute"),
     _LARGE,
     dataclasses.replace(_LARGE, resident_slots=1),
 )
@@ -109,8 +113,8 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
-    """Compile the update; return it with the seconds that took."""
+def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
+    """Compile the program; return it with the seconds that took."""
     assert setting.model is not None
     config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
     if setting.layers is not None:
@@ -146,15 +150,22 @@ def compile_update(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     state = with_shardings(shapes, mesh)
     batch, samples, batch_load = batch_shapes(config, parallel, setting)
 
-    def step(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
+    def recompute_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, _: Any) -> Any:
+        agent, _ = nnx.merge(graph, state)
+        return recompute(agent, batch, samples, temperature=1.0)
+
+    def update_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
         agent, optimizer = nnx.merge(graph, state)
         metrics = update(agent, optimizer, batch, samples, load, clip=Clip(), balance=0.01)
         return nnx.state((agent, optimizer)), metrics
 
     begin = time.perf_counter()
     options = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
-    outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
-    program = jax.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
+    if setting.program == "recompute":
+        program = jax.jit(recompute_of, compiler_options=options)
+    else:
+        outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+        program = jax.jit(update_of, donate_argnums=0, out_shardings=outputs, compiler_options=options)
     compiled = program.lower(state, batch, samples, batch_load).compile()
     return compiled, time.perf_counter() - begin
 
@@ -248,7 +259,7 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
 
 def compile_and_measure(setting: Whole) -> float:
     """Compile, print one line, add it to the record, and return the memory of a device in GB."""
-    compiled, seconds = compile_update(setting)
+    compiled, seconds = compile_program(setting)
     memory = memory_of(compiled)
     text = compiled.as_text()
     assert text is not None
