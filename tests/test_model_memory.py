@@ -1,6 +1,7 @@
 """The computed memory: parameters equal the model cards, states those of a run, and updates what XLA allocates."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.aot.whole import UNEVEN
 from experiments.model_memory import (
     PUBLISHED,
     RunSizes,
@@ -192,3 +194,31 @@ def test_sizes_of_a_run_follow_from_its_settings():
     assert sizes.samples * ranks == config.samples
     assert sizes.length == sizes.columns == config.prompt_tokens + config.response_tokens
     assert (sizes.shard_dense, sizes.moments) == (True, "bfloat16")
+
+
+RECORD = Path(__file__).parents[1] / "experiments" / "results" / "whole_models.jsonl"
+
+
+@pytest.mark.parametrize("line", RECORD.read_text().splitlines(), ids=lambda line: line[11:60])
+def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
+    """The record is of ``python -m experiments.aot.whole``, where XLA says how much memory a program takes."""
+    setting = json.loads(line)
+    if setting.get("program", "update") != "update":
+        pytest.skip("only updates are counted")
+    config = dataclasses.replace(model_config(PUBLISHED[setting["model"]]), dtype="bfloat16")
+    slots = {name: setting[name] for name in ("replica_slots", "resident_slots")}
+    topology = Topology(
+        num_nodes=setting["nodes"], ranks_per_node=setting["ranks"], num_experts=config.num_experts, **slots
+    )
+    sizes = RunSizes(
+        config=config,
+        topology=topology,
+        fsdp=setting["fsdp"],
+        shard_dense=setting["shard_dense"],
+        moments=setting.get("moments", "float32"),
+        micro_batches=setting["micro_batches"],
+        sequences=1,
+        length=setting["tokens"],
+        rows=int(UNEVEN * setting["tokens"] * config.top_k),
+    )
+    assert rank_gigabytes(sizes) == pytest.approx(setting["peak_gb"], rel=0.12)
