@@ -328,6 +328,8 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
         others[f"micro_batches={parts * sizes.micro_batches}"] = replace(
             micro_batches=parts * sizes.micro_batches, sequences=1
         )
+    if sizes.samples > 1:
+        others["wave_samples at one sample a rank"] = replace(samples=1)
     if sizes.topology.resident_slots:
         others["resident_slots=0"] = replace(topology=dataclasses.replace(sizes.topology, resident_slots=0))
     return others

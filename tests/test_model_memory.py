@@ -222,3 +222,11 @@ def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
         rows=int(UNEVEN * setting["tokens"] * config.top_k),
     )
     assert rank_gigabytes(sizes) == pytest.approx(setting["peak_gb"], rel=0.12)
+
+
+def test_a_wave_counts_the_cache_of_its_own_samples():
+    small, whole = (
+        memory_by_stage(run_sizes(Train(prompts=64, wave_samples=wave)))["rollout"]["cache"]
+        for wave in (8, None)
+    )
+    assert whole == 64 * small

@@ -400,7 +400,7 @@ def test_load_pretrained_detects_insufficient_memory_before_reading(folder, monk
     with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
     # 8 layers x 2 experts x 3 matrices of 2048 x 16384 in float32 are 6 GiB a rank.
     message = assert_rejected(
-        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB sharded over 8 ranks"
+        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB are its parts of sharded ones"
     )
     assert "a device has only 1.00 GiB; use more ranks, or a smaller param_dtype" in message
 
@@ -473,3 +473,26 @@ def test_rank_bytes_equals_the_bytes_on_a_device():
     device_bytes = [leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]
     assert own + replicated == sum(device_bytes)
     assert own == 2 * 2 * 3 * 16 * 8 * 2  # layers, home slots, matrices, D, F, bytes
+
+
+@pytest.mark.parametrize("shard_dense", [False, True])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_checkpoints_load_onto_sharded_parameters(fsdp, shard_dense):
+    """The tensors that a sharded model exports are those of the file, and a rank holds only parts of them."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=TOPOLOGY.num_experts, replica_slots=0)
+    axes = {"fsdp": fsdp} if fsdp > 1 else {}
+    sharded_mesh = expert_mesh(topology, devices=jax.devices()[: 4 * fsdp], **axes)
+    options = {"fsdp_axis": "fsdp" if axes else None, "shard_dense": shard_dense}
+    model = load_pretrained(FOLDER / "glm4_moe", sharded_mesh, topology, **options)
+    desired = separate("glm4_moe")
+    for name, value in pretrained_tensors(model):
+        np.testing.assert_array_equal(value, desired[name], err_msg=name)
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        part = leaf.addressable_shards[0].data.size / leaf.size
+        name = jax.tree_util.keystr(path)
+        if "'experts']['experts'" in name:
+            assert part == 1 / (4 * fsdp), name
+        elif "bias" in name or "norm" in name or not shard_dense:
+            assert part == 1, name
+        else:
+            assert part < 1, name

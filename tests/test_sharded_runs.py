@@ -93,3 +93,8 @@ def test_checkpoints_move_between_one_group_and_copies(tmp_path, copies):
 def test_samples_that_do_not_divide_over_all_copies_are_refused():
     with pytest.raises(ValueError, match=r"= 32 samples must divide evenly over 64 ranks x micro_batches=2"):
         Train(**SMALL, ranks=Ranks(nodes=1, ranks_per_node=8), data=4, fsdp=2)
+
+
+def test_fsdp_that_does_not_divide_the_width_is_refused():
+    with pytest.raises(ValueError, match=r"fsdp=3 must divide the model's width 16"):
+        Train(**(SMALL | {"prompts": 12}), ranks=Ranks(nodes=1, ranks_per_node=2), fsdp=3)

@@ -1,6 +1,6 @@
 """Whole published models: an update or a recompute of a run, compiled for a cluster of described H100s.
 
-    make aot-full                                  # all programs of the table, a quarter of an hour
+    make aot-full                                  # all programs of the table that fit, a quarter of an hour
     python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
 
 The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
@@ -58,7 +58,7 @@ class Whole:
     program: Literal["update", "recompute"] = "update"
     """The program to compile."""
     model: str | None = None
-    """The published model. None compiles all programs of the table, `PROGRAMS`, whatever the other settings are."""
+    """The published model. None compiles all of `PROGRAMS`, whatever the other settings are."""
     layers: int | None = None
     """The number of layers. None for all."""
     nodes: int = 4
@@ -85,18 +85,18 @@ class Whole:
     """A file to which the result is added, a line of JSON."""
 
 
-_LARGE: Final = Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384)
 _SMALL: Final = Whole(model="Qwen3-30B-A3B", shard_dense=True)
+_LARGE: Final = Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384)
 PROGRAMS: Final = (
+    dataclasses.replace(_SMALL, shard_dense=False),
     _SMALL,
-    dataclasses.replace(_SMALL, nodes=2, tokens=32768),
-    dataclasses.replace(_SMALL, nodes=2, tokens=32768, resident_slots=1),
-    dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     dataclasses.replace(_SMALL, program="recompute"),
+    dataclasses.replace(_SMALL, nodes=2, tokens=32768),
+    dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
     dataclasses.replace(_LARGE, resident_slots=1),
 )
-"""The programs of the table."""
+"""The programs of the table in docs/guides/rl-run.md that fit."""
 
 
 class Memory(NamedTuple):

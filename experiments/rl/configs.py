@@ -262,6 +262,8 @@ class Train:
                 raise ValueError(
                     f"{dividend} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
                 )
+        if self.model_config.width % self.fsdp:
+            raise ValueError(f"fsdp={self.fsdp} must divide the model's width {self.model_config.width}")
         if self.wave_samples is not None:
             check_wave(self.wave_samples, ranks)
 

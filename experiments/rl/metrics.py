@@ -70,7 +70,8 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "tokens", "maximum number of tokens that this step added to a response"
         ),
         "response/slots_used_share": Metric(
-            "share", "share of decoding slots (samples x decoding steps, by wave) that sampled a token"
+            "share",
+            "share of decoding slots (samples x decoding steps, by wave, in DAPO of all samples) that sampled a token",
         ),
         "response/carried": Metric(
             "samples", "number of responses that earlier rollouts began; null except in T-PPO"

@@ -136,6 +136,6 @@ def run_sizes(config: Train) -> RunSizes:
         micro_batches=config.micro_batches,
         sequences=samples // (config.updates * config.micro_batches),
         length=tokens,
-        samples=samples,
+        samples=config.samples_at_once // config.num_ranks,
         columns=tokens,
     )

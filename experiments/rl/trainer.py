@@ -153,6 +153,8 @@ class Trainer:
             targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
             metrics = self.update(stages, targets, recomputed)
             self._check_finite(metrics)
+        # DAPO chooses among samples of several rollouts, so they do not lie in waves any more.
+        at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
         num_tokens = int(rollout.responses.mask.sum())
         speed = measure_speed(num_tokens, clock)
         state.step += 1
@@ -161,7 +163,7 @@ class Trainer:
             "kind": LEARN,
             **dict.fromkeys(ALGORITHM_METRICS),
             **measure_rewards(rewards),
-            **measure_responses(rollout, config.samples_at_once),
+            **measure_responses(rollout, at_once),
             **rollout.metrics,
             **measure_policy(metrics),
             **measure_critic(targets, recomputed, metrics, not_finite),

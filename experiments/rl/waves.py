@@ -108,7 +108,7 @@ class _Batch:
     def add(self, wave: Responses) -> None:
         """Copy a finished wave to the host, and call the watch unless it was the last one."""
         self._waves.append(on_every_host(wave, self._parallel.mesh))
-        if self._watch is not None and len(self.responses.ended) < self._samples:
+        if self._watch is not None and sum(len(wave.ended) for wave in self._waves) < self._samples:
             self._look(np.zeros(0, bool), None)
 
     def _look(self, ended: Bool[np.ndarray, " b"], so_far: Callable[[], Responses] | None) -> bool:

@@ -28,7 +28,7 @@ from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import SequencePacking
 from relibra_jax.nnx.dense_sharding import (
-    dense_axes,
+    axes_of_dense,
     dense_spec_of,
     gather_dense,
     gather_on_rank,
@@ -61,7 +61,7 @@ class LanguageModel(nnx.Module):
         config: the sizes and architecture options.
         topology: the expert-parallel group.
         fsdp_axis: the mesh axis over which every expert is sharded too. None if there is none.
-        shard_dense: the mesh axes over which dense parameters are sharded, with their sizes
+        dense_axes: the mesh axes over which dense parameters are sharded, with their sizes
             (`relibra_jax.nnx.dense_sharding`). None keeps them on every rank.
         rngs: the random keys with which the parameters are initialised.
 
@@ -75,7 +75,7 @@ class LanguageModel(nnx.Module):
         topology: Topology,
         *,
         fsdp_axis: str | None = None,
-        shard_dense: Mapping[str, int] | None = None,
+        dense_axes: Mapping[str, int] | None = None,
         rngs: nnx.Rngs,
     ):
         if topology.num_experts != config.num_experts:
@@ -95,8 +95,8 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(
             config.width, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        if shard_dense is not None:
-            mark_dense(self, shard_dense, dtype)
+        if dense_axes is not None:
+            mark_dense(self, dense_axes, dtype)
 
     def __call__(
         self,
@@ -282,10 +282,10 @@ def model_maker(
     shard_dense: bool,
 ) -> Callable[[nnx.Rngs], LanguageModel]:
     """Return a function of the random keys that makes a model for a mesh; its arguments are those of `make_model`."""
-    axes = dense_axes(mesh, fsdp_axis) if shard_dense else None
+    axes = axes_of_dense(mesh, fsdp_axis) if shard_dense else None
 
     def make(rngs: nnx.Rngs) -> LanguageModel:
-        return LanguageModel(config, topology, fsdp_axis=fsdp_axis, shard_dense=axes, rngs=rngs)
+        return LanguageModel(config, topology, fsdp_axis=fsdp_axis, dense_axes=axes, rngs=rngs)
 
     return make
 

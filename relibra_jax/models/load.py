@@ -102,7 +102,7 @@ def _build_model(
         config: the model's sizes.
         parts: all parts of all parameters.
         read: a function ``(tensor, rows) -> values``, for example `TensorFiles.read`. It is called for every part that
-            a device of this process holds, once for devices that hold the same experts.
+            a device of this process holds, once for devices that hold the same parts of the same experts.
         topology: the expert-parallel group.
         home: the flat home slot of each expert. None places the experts in the order of their ids.
     """
@@ -148,11 +148,12 @@ def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home)
     arrays = []
     for place, copies in devices.items():
         block = np.empty([end - begin for begin, end in place], shape.dtype)
+        inner = tuple(slice(*each) for each in place[EXPERT_AXES:])
         for layer, node, rank, slot in np.ndindex(*block.shape[:4]):
             at = tuple(begin + i for (begin, _), i in zip(place[:4], (layer, node, rank, slot), strict=True))
             for matrix in range(block.shape[4]):
                 part = part_of[at[0], int(expert_at[at]), matrix]
-                block[layer, node, rank, slot, matrix] = _take(part, read, shape)
+                block[layer, node, rank, slot, matrix] = _take(part, read, shape)[inner]
         arrays += [jax.device_put(block, device) for device in copies]
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, arrays)
 

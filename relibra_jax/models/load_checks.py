@@ -109,9 +109,9 @@ def check_device_memory(name: str, shapes: Any, shardings: Any, mesh: Mesh) -> N
     available = memory_of_a_device(mesh)
     if own + replicated > available:
         raise ValueError(
-            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB sharded over"
-            f" {mesh.size} ranks, and {replicated / GIB:.2f} GiB that every rank has), but a device has only"
-            f" {available / GIB:.2f} GiB; use more ranks, a smaller param_dtype, or shard_dense=True"
+            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB are its parts of"
+            f" sharded ones, and {replicated / GIB:.2f} GiB every rank has), but a device has only"
+            f" {available / GIB:.2f} GiB; use more ranks, a smaller param_dtype, fsdp_axis or shard_dense=True"
         )
 
 

@@ -4,8 +4,9 @@
 
 The logits of a long batch would be its largest array: with a vocabulary of 151,936 tokens, 0.6 MB for every token, and
 several times as much in the backward pass. So each rank computes them for one chunk of its tokens after another. The
-backward pass computes the logits of a chunk again, and adds the chunk's gradient of the output head to a sum in the
-float32. The ranks sum that once, after the last chunk.
+backward pass computes the logits of a chunk again, and adds the chunk's gradient of the output head to a sum in
+float32. The ranks sum that once, after the last chunk, in float32 or, if the head is sharded, in the dtype of the
+computation.
 """
 
 import functools

@@ -7,7 +7,7 @@ arXiv:1910.02054). A layer casts its part to the dtype of the computation and th
 `jax.checkpoint`, so the backward pass gathers them again. Gradients are scattered as they come: a sum once an update
 would need fewer bytes, but a whole gradient on every rank.
 
-Vectors (norms, biases) stay on every rank: they are small, and each would cost an exchange of its own.
+Norms and biases stay on every rank: they are small, and each would cost an exchange of its own.
 """
 
 import functools
@@ -25,11 +25,17 @@ from relibra_jax.nnx.variables import ExpertParam
 
 STACKS: Final = ("layers", "dense")
 """The modules of a model whose parameters are stacked along a leading axis of layers, which is never split."""
+WHOLE: Final = ("bias",)
+"""The parameters that stay on every rank although they are no vectors: biases of attention have an axis of heads."""
 FLOAT32: Final = ("router",)
 """The parameters that are not cast before they are gathered, because routing is computed in float32."""
 
 
-def dense_axes(mesh: Mesh | AbstractMesh, fsdp_axis: str | None = None) -> dict[str, int]:
+class DenseParam(nnx.Param):
+    """A dense parameter that is sharded over ranks; its metadata ``out_sharding`` has as many entries as its axes."""
+
+
+def axes_of_dense(mesh: Mesh | AbstractMesh, fsdp_axis: str | None = None) -> dict[str, int]:
     """Return the mesh axes over which dense parameters are sharded, with their sizes: FSDP, node and local.
 
     Args:
@@ -71,18 +77,18 @@ def mark_dense(model: nnx.Module, axes: Mapping[str, int], dtype: DTypeLike) -> 
 
     Args:
         model: a `relibra_jax.models.LanguageModel`, or a module with the same names.
-        axes: the mesh axes with their sizes, from `dense_axes`.
+        axes: the mesh axes with their sizes, from `axes_of_dense`.
         dtype: the dtype of the computation, to which parameters are cast before they are gathered.
     """
     for path, module in list(nnx.iter_modules(model)):
         leading = 1 if path and path[0] in STACKS else 0
         for name, variable in list(vars(module).items()):
-            if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam):
+            if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam) or name in WHOLE:
                 continue
             value = variable.get_raw_value()
             spec = dense_spec(value.shape[leading:], axes)
             if spec is not None:
-                marked = nnx.Param(
+                marked = DenseParam(
                     value,
                     out_sharding=(*[None] * leading, *spec),
                     eager_sharding=False,
@@ -120,7 +126,9 @@ def dense_spec_of(variable: Any, mesh: Mesh) -> PartitionSpec:
 
 
 def gather_on_rank(value: jax.Array, spec: PartitionSpec, dtype: DTypeLike) -> jax.Array:
-    """Gather a dense parameter inside `jax.shard_map`, in the dtype of the computation. Its gradient is scattered.
+    """Gather a dense parameter inside `jax.shard_map`, in the dtype of the computation.
+
+    Its gradient is summed over the ranks and scattered in the same dtype, as those of layers are.
 
     Args:
         value: this rank's part.
@@ -152,18 +160,15 @@ def shard_like_dense[T](state: T, mesh: Mesh) -> T:
 
 
 def dense_sharding(variable: Any, mesh: Mesh) -> NamedSharding | None:
-    """Return the sharding of a dense parameter; None for all other variables and for dense ones on every rank.
+    """Return the sharding of a `DenseParam`; None for all other variables.
 
     Args:
         variable: a variable, whose value may lack the axis of layers that its metadata has.
         mesh: the device mesh.
     """
-    if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam):
+    if not isinstance(variable, DenseParam):
         return None
-    spec = variable.get_metadata("out_sharding", None)
-    if not spec:
-        return None
-    spec = tuple(spec)
+    spec = tuple(variable.get_metadata("out_sharding"))
     return NamedSharding(mesh, PartitionSpec(*spec[len(spec) - variable.get_raw_value().ndim :]))
 
 

@@ -410,6 +410,7 @@ def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
     parts = [len(stage_range) / total for stage_range in samples]
 
     def mean_cost(*costs: Any) -> Any:
+        # All stages agree on `Price.across_nodes`.
         return (
             costs[0] if jnp.result_type(costs[0]) is jnp.dtype(bool) else sum(map(operator.mul, costs, parts))
         )
