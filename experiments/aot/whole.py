@@ -86,15 +86,12 @@ class Whole:
 
 
 _SMALL: Final = Whole(model="Qwen3-30B-A3B", shard_dense=True)
-_LARGE: Final = Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384)
 PROGRAMS: Final = (
     dataclasses.replace(_SMALL, shard_dense=False),
     _SMALL,
-    dataclasses.replace(_SMALL, program="recompute"),
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
-    _LARGE,
-    dataclasses.replace(_LARGE, resident_slots=1),
+    Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384, resident_slots=1),
 )
 """The programs of the table in docs/guides/rl-run.md that fit."""
 
