@@ -93,7 +93,7 @@ def test_run_planner_gives_packed_samples_the_price_and_routes(trace):
     np.testing.assert_array_equal(batch.batch_plan.load, expert_load(batch.replay, start, num_experts=16))
     jax.effects_barrier()
     assert inputs[0][0] == (2, 2)
-    chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.float32, setting.cost_model.price(TOPOLOGY)))
+    chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.asarray, setting.cost_model.price(TOPOLOGY)))
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
