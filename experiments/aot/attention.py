@@ -11,7 +11,7 @@ from flax import nnx
 from experiments.aot.bytes import transfer_content
 from experiments.aot.findings import Finding, print_findings, read_compiled
 from experiments.aot.hlo import Instruction, Program
-from experiments.aot.stack import FAST_COMPILATION, input_shapes
+from experiments.aot.stack import FAST_COMPILATION, input_shapes, with_shardings
 from experiments.aot.ways import MODEL, TOPOLOGY, parallel_of
 from relibra_jax.execution import OVERLAP_OPTIONS
 from relibra_jax.execution.gating import Gating
@@ -88,13 +88,8 @@ def compile_gradients() -> jax.stages.Compiled:
     sizes = replace(MODEL, samples=1, positions=MODEL.tokens)
     inputs = input_shapes(sizes, parallel, (), LAYERS)
     make = model_maker(CONFIG, parallel.topology, parallel.mesh, fsdp_axis=None, shard_dense=False)
-    graph, shapes, shardings = abstract_model(make, parallel.mesh)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-    params, rest = nnx.split_state(state, nnx.Param, ...)
+    graph, shapes, _ = abstract_model(make, parallel.mesh)
+    params, rest = nnx.split_state(with_shardings(shapes, parallel.mesh), nnx.Param, ...)
 
     def tokens(dtype: Any, *shape: int) -> Any:
         shape = (parallel.num_ranks, sizes.positions, *shape)

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.contract.types import LayerPlan
 from relibra_jax.execution import (
@@ -215,6 +216,17 @@ def input_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], 
         prepared=prepared._replace(slot_expert=stacked(tables.slot_expert)),
         expert_ids=_array(parallel, (*lead, layers), (*samples, model.top_k), jnp.int32, RANKS),
     )
+
+
+def with_shardings(shapes: Any, mesh: Mesh) -> Any:
+    """Add the shardings that the metadata of variables says to their shapes."""
+    specs = nnx.get_partition_spec(shapes)
+
+    def add(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        spec = spec if isinstance(spec, PartitionSpec) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(add, shapes, specs)
 
 
 def _array(parallel: ExpertParallel, lead: tuple[int, ...], shape: Any, dtype: Any, *spec: Any):

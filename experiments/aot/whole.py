@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.aot.findings import read_compiled
 from experiments.aot.gpus import GPUS, described_devices
-from experiments.aot.hlo import Program
-from experiments.aot.stack import FAST_COMPILATION
+from experiments.aot.stack import FAST_COMPILATION, with_shardings
 from experiments.model_memory import PUBLISHED
+from experiments.rl.devices import FSDP, copies_of_group
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import Clip, TrainingBatch, recompute, update
@@ -123,7 +124,7 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
         replica_slots=setting.replica_slots,
         resident_slots=setting.resident_slots,
     )
-    copies = {name: size for name in ("data", "fsdp") if (size := getattr(setting, name)) > 1}
+    copies = copies_of_group(setting.data, setting.fsdp)
     devices = described_devices(
         GPUS["H100"], nodes=setting.data * setting.fsdp * setting.nodes, gpus_per_node=setting.ranks
     )
@@ -135,7 +136,7 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
         across_nodes=False,
         implementation="mosaic",
     ).with_striping(config.top_k)
-    fsdp_axis = "fsdp" if setting.fsdp > 1 else None
+    fsdp_axis = FSDP if FSDP in copies else None
     make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
     tx = make_optimizer(1e-5, 1e-5, 0, critic_rate=None, moments=setting.moments)
 
@@ -165,17 +166,6 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
         program = jax.jit(update_of, donate_argnums=0, out_shardings=outputs, compiler_options=options)
     compiled = program.lower(state, batch, samples, batch_load).compile()
     return compiled, time.perf_counter() - begin
-
-
-def with_shardings(shapes: Any, mesh: Mesh) -> Any:
-    """Add the shardings that the metadata of variables says to their shapes."""
-    specs = nnx.get_partition_spec(shapes)
-
-    def add(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        spec = spec if isinstance(spec, PartitionSpec) else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(add, shapes, specs)
 
 
 def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capacities:
@@ -258,9 +248,8 @@ def compile_and_measure(setting: Whole) -> float:
     """Compile, print one line, add it to the record, and return the memory of a device in GB."""
     compiled, seconds = compile_program(setting)
     memory = memory_of(compiled)
-    text = compiled.as_text()
-    assert text is not None
-    collectives = Counter(transfer.kind for transfer in Program.parse(text).transfers())
+    program, _ = read_compiled(compiled)
+    collectives = Counter(transfer.kind for transfer in program.transfers())
     result = {
         **{name: value for name, value in dataclasses.asdict(setting).items() if name != "record"},
         **{f"{name}_gb": round(value, 1) for name, value in memory._asdict().items()},

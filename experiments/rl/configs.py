@@ -15,6 +15,7 @@ import tyro
 from experiments.float8.hot_ranks import HotRanks
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.dapo import Dapo
+from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
@@ -411,7 +412,7 @@ class Train:
     @property
     def fsdp_axis(self) -> str | None:
         """The name of the mesh axis over which experts are sharded. None if there is one copy."""
-        return "fsdp" if self.fsdp > 1 else None
+        return FSDP if self.fsdp > 1 else None
 
     @property
     def planner_entry(self) -> PlannerEntry:

@@ -9,6 +9,8 @@ import jax
 from experiments.rl.processes import process_count
 
 EXTRA_OPTIONS: Final = "xla_backend_extra_options"
+FSDP: Final = "fsdp"
+"""The mesh axis over which experts are sharded along the model width."""
 
 
 def host_devices(count: int) -> list[jax.Device]:
@@ -52,6 +54,15 @@ def host_devices(count: int) -> list[jax.Device]:
             )
         chosen += devices[:share]
     return chosen
+
+
+def copies_of_group(data: int, fsdp: int) -> dict[str, int]:
+    """Return the mesh axes of the copies of an expert-parallel group, for `relibra_jax.execution.mesh.expert_mesh`.
+
+    >>> copies_of_group(2, 1), copies_of_group(2, 4)
+    ({'data': 2}, {'data': 2, 'fsdp': 4})
+    """
+    return {name: size for name, size in (("data", data), (FSDP, fsdp)) if size > 1}
 
 
 def compile_quickly() -> None:

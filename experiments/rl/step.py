@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int, Integer
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
 from experiments.rl.policy import Agent, token_values
-from relibra_jax.contract.replay import id_dtype
-from relibra_jax.contract.types import Array
+from relibra_jax.contract.replay import id_dtype, sample_load
+from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
@@ -281,18 +281,16 @@ def _count_load(
     output: ModelOutput, mask: Array, parallel: ExpertParallel
 ) -> Int[jax.Array, "groups L N G E"]:
     """Count the load of the routing that ran in one micro-batch, group by group."""
-    experts, layers = parallel.topology.num_experts, output.expert_ids.shape[-2]
 
     @functools.partial(
         jax.shard_map, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
     )
     def on_rank(ids, mask):
-        ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), experts)
-        load = jnp.zeros((layers, experts), jnp.int32)
-        return load.at[jnp.arange(layers)[:, None], ids].add(1, mode="drop")[None]
+        load = sample_load(RoutingReplay(ids, mask), num_experts=parallel.topology.num_experts)
+        return load.sum(0, keepdims=True, dtype=jnp.int32)
 
     by_rank = on_rank(output.expert_ids, mask)
-    return jnp.moveaxis(by_rank.reshape(-1, *parallel.ranks, layers, experts), 3, 1)
+    return jnp.moveaxis(by_rank.reshape(-1, *parallel.ranks, *by_rank.shape[1:]), 3, 1)
 
 
 def _as_micro_batches(load: Int[Array, "M groups L N G E"]) -> Int[jax.Array, "groups*M L N G E"]:

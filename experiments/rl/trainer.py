@@ -15,7 +15,7 @@ from flax import nnx
 from experiments.rl.algorithms import Targets
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
-from experiments.rl.devices import host_devices
+from experiments.rl.devices import copies_of_group, host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, SHOWN_FAILURES, WARM_UP
@@ -82,7 +82,7 @@ class Trainer:
                 f" {config.model_config.vocabulary}"
             )
         self.prompts = Prompts(config, find_task(config.task) if task is None else task, tokenizer)
-        copies = {name: size for name in ("data", "fsdp") if (size := getattr(config, name)) > 1}
+        copies = copies_of_group(config.data, config.fsdp)
         self.mesh = expert_mesh(config.topology, devices=host_devices(config.num_ranks), **copies)
         self.state = State(config, seed, self.mesh)
         self.sampler = Sampler(config, seed, self.state, self.prompts)
