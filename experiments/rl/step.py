@@ -24,6 +24,7 @@ from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
+from relibra_jax.execution.memory import take
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
@@ -152,19 +153,19 @@ def recompute(
     """
     graph, state = nnx.split(agent)
 
-    def run_micro_batch(_, micro_batch):
-        samples, layers = micro_batch
+    def run_micro_batch(_, number):
+        one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             assert step is not None, "residents belong to a step of the optimizer"
             layers = layers._replace(residents=residents.at(step))
         agent = nnx.merge(graph, state)
-        output, log_probs = _run(agent.policy, samples, layers, batch.parallel, temperature)
-        load = _count_load(output, samples.mask, batch.parallel)
+        output, log_probs = _run(agent.policy, one, layers, batch.parallel, temperature)
+        load = _count_load(output, one.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
         values = None if agent.critic is None else token_values(agent.critic, output.hidden)
         return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
 
-    output = jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
+    output = jax.lax.scan(run_micro_batch, None, jnp.arange(len(samples.tokens)))[1]
     return output._replace(load=_as_micro_batches(output.load))
 
 

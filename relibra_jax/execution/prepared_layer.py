@@ -9,7 +9,8 @@ For every layer and micro-batch, the tables take 4 bytes for each row that a ran
 (including the padding of lanes), and the same again for the way back. That is about 17 bytes for a token copy if
 buffers are not padded. The hierarchical path needs the same again for the tokens that cross. For a large batch the
 tables take gigabytes per rank (6.7 GB for 94 layers, 32 micro-batches and 131,072 copies), which
-`relibra_jax.cost.memory` does not count. For such a batch, prepare each micro-batch inside the step, before its layers.
+`relibra_jax.cost.memory` does not count. For such a batch, keep them in the host's memory
+(``Balancer(memory_kind="pinned_host")``), or prepare each micro-batch inside the step, before its layers.
 """
 
 import functools
@@ -155,15 +156,18 @@ def prepare_layers(
         The prepared layers, stacked ``[M, L]``.
     """
 
+    return jax.lax.map(lambda inputs: prepare_micro_batch(*inputs, parallel), (expert_ids, plans))
+
+
+def prepare_micro_batch(
+    expert_ids: Integer[Array, "B *tokens L K"], plans: LayerPlan, parallel: ExpertParallel
+) -> PreparedLayer:
+    """Prepare all layers of one micro-batch, under jit; arguments and result as in `prepare_layers`, without M."""
+
     def layer(inputs):
-        ids, plan = inputs
-        return prepare_layer(ids, plan, parallel)
+        return prepare_layer(*inputs, parallel)
 
-    def micro_batch(inputs):
-        ids, plans = inputs
-        return jax.lax.map(layer, (jnp.moveaxis(ids, -2, 0), plans))
-
-    return jax.lax.map(micro_batch, (expert_ids, plans))
+    return jax.lax.map(layer, (jnp.moveaxis(expert_ids, -2, 0), plans))
 
 
 def _prepare_on_rank(

@@ -25,6 +25,7 @@ from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
+from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
@@ -130,6 +131,9 @@ class Balancer:
             one after another. Padding is then at most 5% of the positions where the sample lengths allow it
             (`relibra_jax.routing.sequence_packing`). With packed sequences, samples must be aligned to the left, and
             the model needs `PreparedBatch.packing`.
+        memory_kind: the memory of a batch's sequences and tables. With ``pinned_host`` they stay on the host, and
+            `relibra_jax.nnx.accumulate_gradients` copies one micro-batch at a time to the devices. Other programs do
+            so with `relibra_jax.execution.memory.take`. For a large batch this saves gigabytes of device memory.
 
     Raises:
         ValueError: if a number is below 1, a name is unknown, or ``cost`` is fixed to a path, exchange, layout of
@@ -161,6 +165,7 @@ class Balancer:
         cost: CostModel | Literal["balance"] | None = None,
         assign: Assign | None = assign_samples,
         sequences: str = "padded",
+        memory_kind: str = "device",
     ):
         if num_micro_batches < 1 or num_layers < 1:
             raise ValueError(
@@ -168,12 +173,14 @@ class Balancer:
             )
         if sequences not in SEQUENCES:
             raise ValueError(f"sequences={sequences!r} must be one of {', '.join(SEQUENCES)}")
+        if memory_kind not in MEMORY_KINDS:
+            raise ValueError(f"memory_kind={memory_kind!r} must be one of {', '.join(MEMORY_KINDS)}")
         if isinstance(cost, str) and cost != "balance":
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
-        self._given = parallel
+        self._given, self.memory_kind = parallel, memory_kind
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
         announce_compilation()
         planner_key, self._key = jax.random.split(key)
@@ -647,7 +654,12 @@ class Balancer:
             )
             self._sequence_shapes[shape] = layout.shape
         sequences = batch_sequences(
-            plan.assignment, layout, parallel, num_samples=num_samples, num_tokens=num_tokens
+            plan.assignment,
+            layout,
+            parallel,
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            memory_kind=self.memory_kind,
         )
         if not self._for_balance:
             model_times = functools.partial(
@@ -692,6 +704,8 @@ class Balancer:
                     len(samples), parallel.topology, num_micro_batches=stage.num_micro_batches
                 )
                 assignment = shift_samples(in_order, samples.start)
-            sequences = batch_sequences(assignment, None, parallel, num_samples=num_samples)
+            sequences = batch_sequences(
+                assignment, None, parallel, num_samples=num_samples, memory_kind=self.memory_kind
+            )
             batches.append(PreparedBatch(None, parallel, host=HostBatch(sequences)))
         return tuple(batches)

@@ -36,7 +36,7 @@ class BatchSequences(NamedTuple):
     num_tokens: int
     """T, the number of token positions of a sample in the replay."""
     sharding: NamedSharding
-    """The sharding of arrays ``[M, sequences, ...]``."""
+    """The sharding of arrays ``[M, sequences, ...]``, with their memory kind."""
 
     def to_ranks(self, samples: PyTree) -> PyTree:
         """Put arrays ``[B, ...]`` on the ranks, as `relibra_jax.nnx.PreparedBatch.to_ranks` describes it."""
@@ -94,6 +94,7 @@ def batch_sequences(
     *,
     num_samples: int,
     num_tokens: int = 0,
+    memory_kind: str = "device",
 ) -> BatchSequences:
     """Lay out the samples of a batch in the sequences of the ranks.
 
@@ -103,6 +104,7 @@ def batch_sequences(
         parallel: the mesh and topology, with the data axes of the groups.
         num_samples: B, the number of samples of the batch.
         num_tokens: T, the number of token positions of a sample, for packed sequences.
+        memory_kind: the memory of arrays on the ranks (`relibra_jax.execution.memory`).
     """
     merge = functools.partial(_merge_groups, groups=math.prod(parallel.data_shape))
     samples, positions = (assignment.sample, None) if layout is None else layout
@@ -111,7 +113,9 @@ def batch_sequences(
         positions=None if positions is None else merge(positions),
         num_samples=num_samples,
         num_tokens=num_tokens,
-        sharding=NamedSharding(parallel.mesh, PartitionSpec(None, *parallel.token_spec)),
+        sharding=NamedSharding(
+            parallel.mesh, PartitionSpec(None, *parallel.token_spec), memory_kind=memory_kind
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Integer, PyTree
 
 from relibra_jax.contract.types import Array
+from relibra_jax.execution.memory import take
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.dense_sharding import shard_like_dense
@@ -76,16 +77,16 @@ def accumulate_gradients(
         residents = residents.at(step)
     weights = None if residents is None else residents.weights
 
-    def micro_batch_loss(differentiated, micro_batch):
+    def micro_batch_loss(differentiated, number):
         params, weights = differentiated
-        samples, layers = micro_batch
+        one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             layers = layers._replace(residents=residents._replace(weights=weights))
         # Copies, because Flax's transformations in the objective reject variables that were made outside this trace.
-        return objective(nnx.merge(graph, params, *rest, copy=True), samples, layers)
+        return objective(nnx.merge(graph, params, *rest, copy=True), one, layers)
 
-    def accumulate(total, micro_batch):
-        gradient, auxiliary = jax.grad(micro_batch_loss, has_aux=True)((params, weights), micro_batch)
+    def accumulate(total, number):
+        gradient, auxiliary = jax.grad(micro_batch_loss, has_aux=True)((params, weights), number)
         return jax.tree.map(jnp.add, total, gradient), auxiliary
 
     def zeros(leaf):
@@ -93,8 +94,8 @@ def accumulate_gradients(
 
     totals, resident_totals = jax.tree.map(zeros, (params, weights))
     initial_total = (shard_like_dense(totals, batch.parallel.mesh), resident_totals)
-    update_inputs = jax.tree.map(lambda leaf: leaf[micro_batches], (samples, batch.layers()))
-    (gradients, resident_gradients), auxiliary = jax.lax.scan(accumulate, initial_total, update_inputs)
+    numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
+    (gradients, resident_gradients), auxiliary = jax.lax.scan(accumulate, initial_total, numbers)
     if weights is not None:
         gradients = _add_resident_gradients(gradients, resident_gradients, batch)
     return gradients, auxiliary

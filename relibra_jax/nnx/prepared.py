@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, PyTree
 
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
+from relibra_jax.execution.memory import HOST, take, to_host
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_micro_batch
 from relibra_jax.nnx.batch_sequences import BatchSequences, SequencePacking
 from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
 
@@ -120,8 +121,9 @@ class PreparedBatch:
     def layers(self) -> PreparedLayer | None:
         """Return the prepared layers of all micro-batches, stacked ``[M, L, *data]``; None for live routing.
 
-        Scan over them together with the sequences of `to_ranks`. They do not contain the weights of residents, which
-        change with every update (`relibra_jax.nnx.accumulate_gradients`).
+        They lie in the memory of the balancer's ``memory_kind``, as the sequences of `to_ranks` do. In a scan over
+        micro-batches, `relibra_jax.execution.memory.take` returns those of one. They do not contain the weights of
+        residents, which change with every update (`relibra_jax.nnx.accumulate_gradients`).
 
         Raises:
             ValueError: if the batch was prepared from counts alone, which have no routes to prepare layers from.
@@ -136,9 +138,10 @@ class PreparedBatch:
         return self._layers
 
     def micro_batch(self, index: Any) -> PreparedLayer | None:
-        """Return the prepared layers of one micro-batch, stacked ``[L, *data]``; None for live routing."""
+        """Return the prepared layers of one micro-batch in device memory, stacked ``[L, *data]``; None for live
+        routing."""
         layers = self.layers()
-        return None if layers is None else layers.layer(index)
+        return None if layers is None else take(layers, index)
 
     def to_ranks(self, samples: PyTree) -> PyTree:
         """Put the samples of the batch on the ranks that compute them, micro-batch by micro-batch. Runs on the host.
@@ -236,7 +239,8 @@ def prepare_replayed(
         RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
             buffers.
     """
-    layers, valid = _prepare(*sequences.to_ranks(tuple(replay)), batch_plan, parallel)
+    on_ranks = sequences.to_ranks(tuple(replay))
+    layers, valid = _prepare(*on_ranks, batch_plan, parallel, sequences.sharding.memory_kind)
     invalid = np.argwhere(~np.asarray(valid)).tolist()
     if invalid:
         micro_batch, layer = invalid[0]
@@ -247,17 +251,24 @@ def prepare_replayed(
     return layers
 
 
-@functools.partial(jax.jit, static_argnames="parallel")
+@functools.partial(jax.jit, static_argnames=("parallel", "memory_kind"))
 def _prepare(
-    ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
+    ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel, memory_kind: str
 ) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
-    """Return the prepared layers, and whether each of them is valid on all ranks of all groups."""
-    ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
-    layers = prepare_layers(ids, by_group(batch_plan.layer_plans(), parallel), parallel)
-    assert layers.token_tables is not None
-    valid = jnp.asarray(layers.token_tables.valid)
-    if layers.fetch_tables is not None:
-        valid &= layers.fetch_tables.fits
+    """Return the prepared layers in this memory, and whether each of them is valid on all ranks of all groups."""
+    plans = by_group(batch_plan.layer_plans(), parallel)
+
+    def micro_batch(_, number):
+        ids_of_one, mask_of_one, plan = take((ids, mask, plans), number)
+        ids_of_one = jnp.where(mask_of_one[..., None, None], ids_of_one.astype(jnp.int32), EMPTY)
+        layers = prepare_micro_batch(ids_of_one, plan, parallel)
+        assert layers.token_tables is not None
+        valid = jnp.asarray(layers.token_tables.valid)
+        if layers.fetch_tables is not None:
+            valid &= layers.fetch_tables.fits
+        return None, (to_host(layers) if memory_kind == HOST else layers, valid)
+
+    layers, valid = jax.lax.scan(micro_batch, None, jnp.arange(len(ids)))[1]
     replicated = NamedSharding(parallel.mesh, PartitionSpec())
     valid = valid.reshape(*valid.shape[:2], -1).all(-1)
     return layers, jax.lax.with_sharding_constraint(valid, replicated)
