@@ -70,7 +70,7 @@ def learned(smallest_policy):
         ran = update(state.agent, state.optimizer, batch, samples, load, clip=Clip(), critic=CRITIC)
         losses.append(float(ran.critic_loss))
         if first is None:
-            moments = nnx.as_pure(state.optimizer.opt_state)[1][0].mu["critic"]
+            moments = nnx.as_pure(state.optimizer.opt_state)[0][0].mu["critic"]
             head = nnx.as_pure(nnx.state(state.agent.critic))
             first = jax.device_get((head, moments, ran.gradient_norm))
     return returns[RESPONSE_MASK], losses, first

@@ -24,6 +24,7 @@ from experiments.rl.step import Clip
 from experiments.rl.waves import check_wave
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
+from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.planning.assignment import Assign
@@ -75,6 +76,12 @@ class Train:
     """The dtype of the computation: float32 or bfloat16. Parameters are always float32."""
     moments: str = "float32"
     """The dtype in which AdamW's two moments are stored: float32 or bfloat16. It computes with them in float32."""
+    state_memory: str = "device"
+    """The memory of parameters and moments between programs: device or pinned_host.
+    From the host's, updates take them layer by layer, and devices hold parameters in ``dtype`` and gradients."""
+    batch_memory: str = "pinned_host"
+    """The memory of a batch's samples, routes and tables: device or pinned_host.
+    From the host's, devices take one micro-batch at a time."""
     algorithm: str = "grpo"
     """The reinforcement-learning algorithm: grpo, dapo, ppo or tppo."""
     critic: Critic = dataclasses.field(default_factory=Critic)
@@ -200,6 +207,8 @@ class Train:
             ("planner", PLANNERS),
             ("dtype", DTYPES),
             ("moments", DTYPES),
+            ("state_memory", MEMORY_KINDS),
+            ("batch_memory", MEMORY_KINDS),
             ("routing", ROUTINGS),
             ("price", PRICES),
         ):

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW with clipped gradients, whose moments may be stored in bfloat16."""
+"""The optimizer of a run: AdamW, whose moments may be stored in bfloat16, with clipped gradients."""
 
 import functools
 from typing import Any, Final
@@ -18,7 +18,9 @@ SECOND_MOMENT: Final = 0.95
 def make_optimizer(
     supervised: float, reinforced: float, warmup_steps: int, *, critic_rate: float | None, moments: str
 ) -> optax.GradientTransformation:
-    """Make the optimizer of an agent. Equal arguments give the same object, so that runs share compiled programs.
+    """Make the optimizer of an agent, for gradients that `clip_gradients` has clipped.
+
+    Equal arguments give the same object, so that runs share compiled programs.
 
     Args:
         supervised: the learning rate of the warm-up.
@@ -30,10 +32,15 @@ def make_optimizer(
     rates = [optax.constant_schedule(supervised), optax.constant_schedule(reinforced)]
     schedule = optax.join_schedules(rates, [warmup_steps])
     adamw = store_state_in(moments, optax.adamw(schedule, b2=SECOND_MOMENT))
-    parts = [optax.clip_by_global_norm(LARGEST_GRADIENT), adamw]
-    if critic_rate is not None:
-        parts.append(optax.masked(optax.scale(critic_rate), _of_critic))
-    return optax.chain(*parts)
+    if critic_rate is None:
+        return adamw
+    return optax.chain(adamw, optax.masked(optax.scale(critic_rate), _of_critic))
+
+
+def clip_gradients(gradients: Any) -> Any:
+    """Clip gradients by their global norm. Not in the optimizer, which may run layer by layer."""
+    clip = optax.clip_by_global_norm(LARGEST_GRADIENT)
+    return clip.update(gradients, clip.init(gradients))[0]
 
 
 def store_state_in(dtype: DTypeLike, tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -258,7 +258,7 @@ class Sampler:
         responses_per_prompt: int = 1,
     ) -> Responses:
         config, state, tokenizer = self.config, self.state, self.prompts.tokenizer
-        policy, float8 = state.agent.policy, config.float8_rollout
+        policy, float8 = state.on_devices().policy, config.float8_rollout
         return generate_in_waves(
             policy if float8 is None else in_float8(policy, float8),
             prompts,

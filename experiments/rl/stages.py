@@ -134,8 +134,9 @@ def recompute_planned(
     Raises:
         RuntimeError: if a slot computed a different number of rows than its quota.
     """
-    residents = prepare_residents(state.agent, state.optimizer, stages.recompute[0].batch)
-    agent = state.agent if float8 is None else in_float8(state.agent, float8)
+    agent = state.on_devices()
+    residents = prepare_residents(agent, state.optimizer, stages.recompute[0].batch)
+    agent = agent if float8 is None else in_float8(agent, float8)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
         step = state.optimizer.step[...]
@@ -163,7 +164,7 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     """
     batch = prepare_live(state, config, config.live_micro_batches)
     samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
-    output = recompute(state.agent, batch, samples, temperature=config.temperature, record=True)
+    output = recompute(state.on_devices(), batch, samples, temperature=config.temperature, record=True)
     log_probs, ids, values = batch.from_ranks((output.log_probs, output.expert_ids, output.values))
     ids *= responses.mask[..., None, None]
     load = on_every_host(output.load, batch.parallel.mesh)

@@ -13,12 +13,14 @@ from experiments.model_memory import RunSizes, check_training_memory
 from experiments.rl.configs import Train
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
-from experiments.rl.policy import make_agent
+from experiments.rl.policy import Agent, make_agent
 from experiments.rl.windows import Carried, carry_nothing
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
+from relibra_jax.execution.memory import HOST
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
+from relibra_jax.nnx.host_state import on_device, put_on_host
 from relibra_jax.routing.sizes import Capacities
 
 FIRST_CAPACITIES: Final[Capacities | None] = None
@@ -56,6 +58,10 @@ class State:
             moments=config.moments,
         )
         self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
+        self.on_host = config.state_memory == HOST
+        """Whether parameters and optimizer state are in host memory."""
+        if self.on_host:
+            put_on_host(self.agent, self.optimizer)
         parallel = ExpertParallel(
             mesh=mesh,
             topology=config.topology,
@@ -72,6 +78,7 @@ class State:
             cost=price_of(config.price, config.model_config, mesh, recompute=config.routing == "rollout"),
             assign=config.assign,
             sequences="packed" if config.pack_sequences else "padded",
+            memory_kind=config.batch_memory,
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
         self.settings = {name: str(getattr(config, name)) for name in ("algorithm", "moments", *carries)}
@@ -86,6 +93,10 @@ class State:
                 top_k=config.model_config.top_k,
                 dtype=id_dtype(config.model_config.num_experts),
             )
+
+    def on_devices(self) -> Agent:
+        """Return the agent for programs that do not train it: a copy in device memory if it is in the host's."""
+        return _copy_to_devices(self.agent) if self.on_host else self.agent
 
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Save everything that the next step depends on, except the random key, which follows from the seed."""
@@ -121,6 +132,9 @@ class State:
         """Return what a checkpoint contains besides agent, optimizer and balancer."""
         settings = {name: {value: 1} for name, value in self.settings.items() if DEFAULTS.get(name) != value}
         return {"settings": settings, "carried": self.carried}
+
+
+_copy_to_devices = nnx.jit(on_device)
 
 
 def run_sizes(config: Train) -> RunSizes:

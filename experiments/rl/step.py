@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
+from experiments.rl.optimizer import clip_gradients
 from experiments.rl.policy import Agent, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
@@ -29,6 +30,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
+from relibra_jax.nnx.host_state import apply_gradients, on_device
 
 
 class CriticTargets(NamedTuple):
@@ -189,7 +191,8 @@ def update(
     """Take one optimizer step on the gradient of all micro-batches, in place.
 
     The arrays of the agent and the optimizer are donated, so their old values take no memory beside the new ones.
-    Gradients are accumulated in float32. The same program pushes the residents and returns their gradients.
+    Gradients are accumulated in float32. The same program pushes the residents and returns their gradients. Parameters
+    and optimizer state may be in host memory (`relibra_jax.nnx.host_state`).
 
     Args:
         agent: the policy and its critic.
@@ -235,9 +238,9 @@ def update(
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
-        agent, objective, batch, samples, residents=residents, step=optimizer.step[...]
+        on_device(agent), objective, batch, samples, residents=residents, step=optimizer.step[...]
     )
-    optimizer.update(agent, gradients)
+    apply_gradients(agent, optimizer, clip_gradients(gradients))
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), _as_micro_batches(load), *counts)
 

@@ -127,7 +127,7 @@ class Trainer:
             batch = self.prepare_live()
             samples = batch.to_ranks(TrainingBatch(tokens, mask, weights=weights))
             # The load of live routing is known only after a run, so a recompute counts it.
-            batch_load = recompute(state.agent, batch, samples, temperature=1.0).load.sum((0, 2, 3))
+            batch_load = recompute(state.on_devices(), batch, samples, temperature=1.0).load.sum((0, 2, 3))
             metrics = update(state.agent, state.optimizer, batch, samples, batch_load, balance=config.balance)
             metrics = on_every_host(metrics, self.mesh)
             self._check_finite(metrics)

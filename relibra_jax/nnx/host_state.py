@@ -1,0 +1,157 @@
+"""Training state in host memory: parameters and moments that devices take one layer at a time.
+
+With AdamW, float32 parameters and moments take 12 bytes for each value of the model, and only the optimizer step needs
+them. `put_on_host` moves them to the host's memory, sharded as before. The programs of a step then compute with
+`on_device`, which copies the parameters in the dtype of the computation, 2 bytes a value in bfloat16. `apply_gradients`
+takes the optimizer step. Both run through stacked layers one at a time, so the device holds float32 state of one layer.
+Everything else sees the same parameters as ever: they migrate, are saved and restored where they are.
+
+The host needs room for two copies of the state, because XLA writes a step's results beside its inputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+
+from relibra_jax.execution.memory import HOST, in_host_memory, take, to_device, to_host
+from relibra_jax.nnx.dense_sharding import STACKS
+
+type Path = tuple[Any, ...]
+
+
+def put_on_host(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    """Move the parameters of a model and the state of its optimizer to host memory, in place.
+
+    Numbers without axes, such as step counts, and variables that are not trained stay on the devices.
+
+    Args:
+        model: the model, on its mesh.
+        optimizer: the optimizer of the model, on the same mesh.
+    """
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if not leaf.ndim:
+            return leaf
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
+
+    nnx.update(model, jax.tree.map(move, nnx.state(model, nnx.Param)))
+    nnx.update(optimizer.opt_state, jax.tree.map(move, nnx.state(optimizer.opt_state)))
+
+
+def on_device[T: nnx.Module](model: T) -> T:
+    """Return a model with its parameters in device memory, under jit; one without parameters on the host as it is.
+
+    Parameters that came from the host are in the dtype of their computation, as their metadata says
+    (`relibra_jax.nnx.variables.ExpertParam`, `relibra_jax.nnx.dense_sharding.DenseParam`); others keep theirs.
+
+    Args:
+        model: the model, with parameters in the memory of host or devices.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    variables = dict(nnx.to_flat_state(params))
+    if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
+        return model
+
+    def cast(values: dict[Path, jax.Array]) -> dict[Path, jax.Array]:
+        dtypes = {path: variables[path].get_metadata("compute_dtype", None) for path in values}
+        return {path: value.astype(dtypes[path] or value.dtype) for path, value in values.items()}
+
+    copied: dict[Path, jax.Array] = {}
+    for layers, paths in _stacks(variables).items():
+        values = {path: variables[path].get_raw_value() for path in paths}
+        if layers is None:
+            copied |= cast(to_device(values))
+        else:
+            copied |= jax.lax.scan(
+                lambda _, layer, values=values: (None, cast(take(values, layer))), None, jnp.arange(layers)
+            )[1]
+    moved = [(path, variable.replace(copied[path])) for path, variable in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(moved), rest, copy=True)
+
+
+def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
+    """Take an optimizer step in place, under jit, with state in the memory of host or devices.
+
+    State in host memory is updated layer by layer, and everything else by ``optimizer.update``. So the transformation
+    must treat every value on its own, as AdamW does; clip by a global norm before.
+
+    Args:
+        model: the model whose parameters the gradients belong to, as it was given to the optimizer.
+        optimizer: the optimizer of the model.
+        gradients: the gradients in device memory, with the structure of the optimizer's parameters.
+    """
+    params = nnx.state(model, optimizer.wrt)
+    variables = dict(nnx.to_flat_state(params))
+    if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
+        optimizer.update(model, gradients)
+        return
+    tx = optimizer.tx
+    trees = nnx.as_pure(params), nnx.as_pure(nnx.state(gradients, optimizer.wrt))
+    state = nnx.as_pure(optimizer.opt_state)
+    counts = optax.tree_map_params(tx, lambda _: None, state)
+    new_params, new_state = [], []
+    for layers, paths in _stacks(variables).items():
+        part = _only(paths, trees[0])
+        of_params, of_gradients = (_select(tree, part) for tree in trees)
+        moments = optax.tree_map_params(
+            tx, lambda leaf, keep: leaf if keep else None, state, part, transform_non_params=lambda _: None
+        )
+
+        def step(number: Any, inputs: Any = (of_params, of_gradients, moments)) -> Any:
+            params, gradients, moments = to_device(inputs) if number is None else take(inputs, number)
+            updates, stepped = tx.update(gradients, _merge(moments, counts), params)
+            moments = optax.tree_map_params(
+                tx, lambda leaf: leaf, stepped, transform_non_params=lambda _: None
+            )
+            counted = optax.tree_map_params(tx, lambda _: None, stepped)
+            new = optax.apply_updates(params, updates), moments
+            return counted, jax.tree.map(_put_beside, new, (inputs[0], inputs[2]))
+
+        if layers is None:
+            counted, stepped = step(None)
+        else:
+            counted, stepped = jax.lax.scan(
+                lambda _, number, step=step: step(number), counts, jnp.arange(layers)
+            )
+        new_params.append(stepped[0])
+        new_state.append(stepped[1])
+    nnx.update(model, _merge(*new_params))
+    nnx.update(optimizer.opt_state, nnx.state(_merge(*new_state, counted)))
+    optimizer.step[...] += 1
+
+
+def _put_beside(leaf: jax.Array, old: jax.Array) -> jax.Array:
+    """Put an array into the memory in which another one is."""
+    return to_host(leaf) if in_host_memory(old) else leaf
+
+
+def _stacks(variables: dict[Path, nnx.Variable]) -> dict[int | None, list[Path]]:
+    """Group the paths of parameters by their number of stacked layers; None for those that are not stacked."""
+    stacks: dict[int | None, list[Path]] = {}
+    for path, variable in variables.items():
+        layers = len(variable.get_raw_value()) if set(path) & set(STACKS) else None
+        stacks.setdefault(layers, []).append(path)
+    return stacks
+
+
+def _only(paths: list[Path], tree: Any) -> Any:
+    """Mark the leaves of a nested dict whose paths are among these."""
+    chosen = set(paths)
+    return jax.tree.map_with_path(lambda path, _: tuple(entry.key for entry in path) in chosen, tree)
+
+
+def _select(tree: Any, keep: Any) -> Any:
+    """Replace the leaves that are not kept by None."""
+    return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, keep)
+
+
+def _merge(*trees: Any) -> Any:
+    """Merge trees of the same structure, each leaf of which is None in all trees but one."""
+    return jax.tree.map(
+        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
+        *trees,
+        is_leaf=lambda leaf: leaf is None,
+    )
