@@ -1,4 +1,6 @@
-"""Runs over copies of the expert-parallel group, with dense parameters sharded: they learn what one group learns."""
+"""Runs over copies of the expert-parallel group, with dense parameters sharded: they learn what one group learns.
+
+With training state in host memory they learn the same, bit for bit."""
 
 import functools
 
@@ -12,8 +14,9 @@ from support.runs import SIZES, SMALL
 from experiments.rl.configs import Train
 from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
+from relibra_jax.execution.memory import HOST
 from relibra_jax.models import pretrained_tensors
-from relibra_jax.nnx import ExpertParam
+from relibra_jax.nnx import ExpertParam, get_homes
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 ONE_GROUP = {"ranks": Ranks(nodes=1, ranks_per_node=2)}
@@ -29,18 +32,23 @@ def _first_sizes():
         yield
 
 
-def new_trainer(copies):
+def new_trainer(copies, **changes):
     # As many tokens in a micro-batch of all ranks together, so that sums differ in their order alone.
-    changes = COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
+    changes |= COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
     return Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | changes)), 0)
 
 
 @functools.cache
-def trained(copies):
+def trained(copies, **changes):
     """Warm up for two updates, then learn once; return the trainer and the metrics of the steps."""
-    trainer = new_trainer(copies)
+    trainer = new_trainer(copies, **changes)
     metrics = [trainer.warm_up(), trainer.warm_up(), trainer.learn()]
     return trainer, metrics
+
+
+def is_learned(name):
+    """Return whether a metric is a result of the run, and no time."""
+    return not name.startswith(("speed/", "time/"))
 
 
 @pytest.mark.slow
@@ -88,6 +96,27 @@ def test_checkpoints_move_between_one_group_and_copies(tmp_path, copies):
     desired = dict(pretrained_tensors(saved.state.agent.policy))
     for name, value in pretrained_tensors(restored.state.agent.policy):
         np.testing.assert_array_equal(value, desired[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_run_with_its_state_on_the_host_learns_the_same_bits(tmp_path):
+    (devices, of_devices), (host, of_host) = trained(True), trained(True, state_memory=HOST)
+    for before, after in zip(of_devices, of_host, strict=True):
+        assert {name: before[name] for name in before if is_learned(name)} == {
+            name: after[name] for name in after if is_learned(name)
+        }
+    assert (get_homes(host.state.agent) != np.arange(16)).any()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        devices.state.save(manager)
+        manager.wait_until_finished()
+        restored = new_trainer(True, state_memory=HOST)
+        restored.restore(manager)
+    desired = dict(pretrained_tensors(devices.state.agent.policy))
+    for trainer in (host, restored):
+        for leaf in jax.tree.leaves(nnx.state(trainer.state.agent, nnx.Param)):
+            assert leaf.sharding.memory_kind == HOST
+        for name, value in pretrained_tensors(trainer.state.agent.policy):
+            np.testing.assert_array_equal(value, desired[name], err_msg=name)
 
 
 def test_samples_that_do_not_divide_over_all_copies_are_refused():

@@ -13,6 +13,7 @@ largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is ne
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -35,11 +36,13 @@ from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import Clip, TrainingBatch, recompute, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, prepare_layers
+from relibra_jax.execution.memory import HOST, to_host
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import model_config
 from relibra_jax.models.language_model import model_maker
 from relibra_jax.nnx import PreparedBatch, SequencePacking
+from relibra_jax.nnx.host_state import on_device
 from relibra_jax.nnx.prepared import by_group
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes
@@ -74,6 +77,10 @@ class Whole:
     """Whether dense parameters are sharded over the ranks of a group and ``fsdp``."""
     moments: str = "float32"
     """The dtype of AdamW's moments."""
+    state_memory: str = "device"
+    """The memory of parameters and moments."""
+    batch_memory: str = HOST
+    """The memory of samples, routes and tables."""
     tokens: int = 8192
     """The number of tokens of a rank in a micro-batch, one packed sequence."""
     micro_batches: int = 2
@@ -98,7 +105,7 @@ PROGRAMS: Final = (
 
 
 class Memory(NamedTuple):
-    """The memory of a device for a compiled program in GB (1e9 bytes)."""
+    """The memory of a device for a compiled program in GB (1e9 bytes), without that of the host."""
 
     arguments: float
     temporary: float
@@ -111,8 +118,8 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
-    """Compile the program; return it with the seconds that took."""
+def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, Memory, float]:
+    """Compile the program; return it with its memory and the seconds that took."""
     assert setting.model is not None
     config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
     if setting.layers is not None:
@@ -149,10 +156,12 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     batch, samples, batch_load = batch_shapes(config, parallel, setting)
 
     def recompute_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, _: Any) -> Any:
+        state, batch, samples = _in_memory(setting, state, batch, samples)
         agent, _ = nnx.merge(graph, state)
-        return recompute(agent, batch, samples, temperature=1.0)
+        return recompute(on_device(agent), batch, samples, temperature=1.0)
 
     def update_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
+        state, batch, samples = _in_memory(setting, state, batch, samples)
         agent, optimizer = nnx.merge(graph, state)
         metrics = update(agent, optimizer, batch, samples, load, clip=Clip(), balance=0.01)
         return nnx.state((agent, optimizer)), metrics
@@ -162,10 +171,14 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     if setting.program == "recompute":
         program = jax.jit(recompute_of, compiler_options=options)
     else:
-        outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+        # Results in host memory keep the shardings that they are computed with.
+        outputs = None
+        if setting.state_memory != HOST:
+            outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
         program = jax.jit(update_of, donate_argnums=0, out_shardings=outputs, compiler_options=options)
     compiled = program.lower(state, batch, samples, batch_load).compile()
-    return compiled, time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return compiled, memory_of(compiled, host_gb(setting, state, batch, samples)), seconds
 
 
 def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capacities:
@@ -236,18 +249,53 @@ def batch_shapes(
     return batch, samples, shape((layers, topology.num_experts), jnp.int32)
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """Return the memory of a device for a compiled program."""
+def _in_memory(
+    setting: Whole, state: Any, batch: PreparedBatch, samples: TrainingBatch
+) -> tuple[Any, PreparedBatch, TrainingBatch]:
+    """Move a program's arguments to host memory, under jit, if the setting has them there.
+
+    Described devices have no memories, so their arguments cannot be declared there. XLA counts the arguments as those
+    of the device; `host_gb` is what has to be taken off.
+    """
+    if setting.state_memory == HOST:
+        state = jax.tree.map_with_path(
+            lambda path, leaf: to_host(leaf) if _is_trained(path, leaf) else leaf, state
+        )
+    if setting.batch_memory == HOST:
+        batch = PreparedBatch(batch.batch_plan, batch.parallel, to_host(batch.layers()))
+        samples = to_host(samples)
+    return state, batch, samples
+
+
+def host_gb(setting: Whole, state: Any, batch: PreparedBatch, samples: TrainingBatch) -> float:
+    """Return the size of a program's arguments in host memory, for a device, in GB."""
+    leaves = [leaf for path, leaf in jax.tree.leaves_with_path(state) if _is_trained(path, leaf)]
+    leaves = leaves if setting.state_memory == HOST else []
+    if setting.batch_memory == HOST:
+        leaves += jax.tree.leaves((batch.layers(), samples))
+    sizes = (math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(sizes) / 1e9
+
+
+def _is_trained(path: Any, leaf: Any) -> bool:
+    """Return whether a variable is a parameter or a moment, which `relibra_jax.nnx.host_state.put_on_host` moves."""
+    return bool(leaf.ndim) and "home" not in jax.tree_util.keystr(path)
+
+
+def memory_of(compiled: jax.stages.Compiled, on_host: float) -> Memory:
+    """Return the memory of a device for a compiled program, ``on_host`` GB of whose arguments are the host's."""
     memory = compiled.memory_analysis()
     assert memory is not None
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Memory(*(size / 1e9 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, kept)))
+    arguments, temporary, outputs = (
+        size / 1e9 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, kept)
+    )
+    return Memory(arguments - on_host, temporary, outputs)
 
 
 def compile_and_measure(setting: Whole) -> float:
     """Compile, print one line, add it to the record, and return the memory of a device in GB."""
-    compiled, seconds = compile_program(setting)
-    memory = memory_of(compiled)
+    compiled, memory, seconds = compile_program(setting)
     program, _ = read_compiled(compiled)
     collectives = Counter(transfer.kind for transfer in program.transfers())
     result = {
