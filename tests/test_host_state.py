@@ -51,7 +51,7 @@ def build():
 
 @nnx.jit(donate_argnames=("agent", "optimizer"))
 def step(agent, optimizer, gradients):
-    apply_gradients(agent, optimizer, gradients)
+    apply_gradients(agent, optimizer, gradients, factor=jnp.float32(0.5))
 
 
 @functools.cache

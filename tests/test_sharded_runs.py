@@ -16,7 +16,7 @@ from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
 from relibra_jax.execution.memory import HOST
 from relibra_jax.models import pretrained_tensors
-from relibra_jax.nnx import ExpertParam, get_homes
+from relibra_jax.nnx import ExpertParam
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 ONE_GROUP = {"ranks": Ranks(nodes=1, ranks_per_node=2)}
@@ -105,7 +105,6 @@ def test_run_with_its_state_on_the_host_learns_the_same_bits(tmp_path):
         assert {name: before[name] for name in before if is_learned(name)} == {
             name: after[name] for name in after if is_learned(name)
         }
-    assert (get_homes(host.state.agent) != np.arange(16)).any()
     with ocp.CheckpointManager(tmp_path) as manager:
         devices.state.save(manager)
         manager.wait_until_finished()

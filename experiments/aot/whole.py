@@ -81,6 +81,8 @@ class Whole:
     """The memory of parameters and moments."""
     batch_memory: str = HOST
     """The memory of samples, routes and tables."""
+    activation_memory: str = "device"
+    """The memory in which the inputs of layers wait for the backward pass."""
     tokens: int = 8192
     """The number of tokens of a rank in a micro-batch, one packed sequence."""
     micro_batches: int = 2
@@ -121,7 +123,11 @@ class Memory(NamedTuple):
 def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, Memory, float]:
     """Compile the program; return it with its memory and the seconds that took."""
     assert setting.model is not None
-    config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
+    config = dataclasses.replace(
+        model_config(PUBLISHED[setting.model]),
+        dtype="bfloat16",
+        activation_memory=setting.activation_memory,
+    )
     if setting.layers is not None:
         config = dataclasses.replace(config, layers=setting.layers)
     topology = Topology(

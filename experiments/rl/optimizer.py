@@ -6,7 +6,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
-from jaxtyping import DTypeLike
+from jaxtyping import DTypeLike, Float
 
 LARGEST_GRADIENT: Final = 1.0
 """The norm to which larger gradients are clipped."""
@@ -18,7 +18,7 @@ SECOND_MOMENT: Final = 0.95
 def make_optimizer(
     supervised: float, reinforced: float, warmup_steps: int, *, critic_rate: float | None, moments: str
 ) -> optax.GradientTransformation:
-    """Make the optimizer of an agent, for gradients that `clip_gradients` has clipped.
+    """Make the optimizer of an agent, for gradients that `clip_factor` has clipped.
 
     Equal arguments give the same object, so that runs share compiled programs.
 
@@ -37,10 +37,13 @@ def make_optimizer(
     return optax.chain(adamw, optax.masked(optax.scale(critic_rate), _of_critic))
 
 
-def clip_gradients(gradients: Any) -> Any:
-    """Clip gradients by their global norm. Not in the optimizer, which may run layer by layer."""
-    clip = optax.clip_by_global_norm(LARGEST_GRADIENT)
-    return clip.update(gradients, clip.init(gradients))[0]
+def clip_factor(norm: Float[jax.Array, ""]) -> Float[jax.Array, ""]:
+    """Return the factor that clips gradients of this global norm. NaN and infinity stay NaN.
+
+    >>> clip_factor(jnp.float32(4.0)).tolist(), clip_factor(jnp.float32(0.5)).tolist()
+    (0.25, 1.0)
+    """
+    return jnp.where(norm < LARGEST_GRADIENT, 1.0, LARGEST_GRADIENT / norm)
 
 
 def store_state_in(dtype: DTypeLike, tx: optax.GradientTransformation) -> optax.GradientTransformation:

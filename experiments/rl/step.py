@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
-from experiments.rl.optimizer import clip_gradients
+from experiments.rl.optimizer import clip_factor
 from experiments.rl.policy import Agent, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
@@ -238,11 +238,18 @@ def update(
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
-        on_device(agent), objective, batch, samples, residents=residents, step=optimizer.step[...]
+        on_device(agent),
+        objective,
+        batch,
+        samples,
+        residents=residents,
+        step=optimizer.step[...],
+        in_place=True,
     )
-    apply_gradients(agent, optimizer, clip_gradients(gradients))
+    norm = optax.tree.norm(gradients)
+    apply_gradients(agent, optimizer, gradients, factor=clip_factor(norm))
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), _as_micro_batches(load), *counts)
+    return StepMetrics(policy, critic_loss, norm, _as_micro_batches(load), *counts)
 
 
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from relibra_jax.execution.gating import Gating
+from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.support.argument_types import checks_arguments
 
 QK_NORMS: Final = (None, "head", "width")
@@ -79,6 +80,8 @@ class ModelConfig:
     always float32."""
     param_dtype: DTypeLike = "float32"
     """The dtype of the parameters, except for correction biases, which are always float32."""
+    activation_memory: str = "device"
+    """The memory in which the inputs of layers wait for the backward pass: ``device`` or ``pinned_host``."""
     architecture: str = "qwen3_moe"
     """The architecture whose tensor names the model's checkpoints use, a key of
     `relibra_jax.models.hf_architectures.ARCHITECTURES`."""
@@ -86,6 +89,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, float_name(name, getattr(self, name)))
+        if self.activation_memory not in MEMORY_KINDS:
+            raise ValueError(
+                f"activation_memory={self.activation_memory!r} must be one of {', '.join(MEMORY_KINDS)}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:

@@ -1,8 +1,8 @@
 """A mixture-of-experts language model in Flax nnx whose experts are `relibra_jax.nnx.MoELayer`.
 
-Layers (`relibra_jax.models.blocks`) are stacked along a leading axis and run by `jax.lax.scan`, each under
-`jax.checkpoint`. The backward pass therefore computes each layer again and fetches its replicas again. Dense layers, if
-there are any, form a separate stack before the layers with experts.
+Layers (`relibra_jax.models.blocks`) are stacked along a leading axis and run by `relibra_jax.models.layer_scan`, whose
+backward pass computes each layer again and fetches its replicas again. Dense layers, if there are any, form a separate
+stack before the layers with experts.
 
 Arrays are ``[B, T, ...]`` as in any Flax model, and sharded over the ranks along the first axis. Samples are aligned to
 the left and followed by padding, so attention needs only the causal mask.
@@ -26,8 +26,10 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.layer_scan import scan_layers
 from relibra_jax.nnx import SequencePacking
 from relibra_jax.nnx.dense_sharding import (
+    STACKS,
     axes_of_dense,
     dense_spec_of,
     gather_dense,
@@ -97,6 +99,10 @@ class LanguageModel(nnx.Module):
         )
         if dense_axes is not None:
             mark_dense(self, dense_axes, dtype)
+        for path, module in nnx.iter_modules(self):
+            for variable in vars(module).values() if set(path) & set(STACKS) else ():
+                if isinstance(variable, nnx.Param):
+                    variable.set_metadata(adds_gradients=True)
 
     def __call__(
         self,
@@ -227,10 +233,10 @@ class LanguageModel(nnx.Module):
             )
             return x, cache, (moe.expert_ids, moe.router_logits, moe.slot_rows)
 
+        scan = functools.partial(_scan, mesh=parallel.mesh, memory=config.activation_memory)
         if self.dense is not None:
-            x, cache, _ = _scan(dense, self.dense, 0, x, cache, mesh=parallel.mesh)
-        layers_inputs = (x, cache, expert_ids, layers)
-        x, cache, routed = _scan(moe, self.layers, config.dense_layers, *layers_inputs, mesh=parallel.mesh)
+            x, cache, _ = scan(dense, self.dense, 0, x, cache)
+        x, cache, routed = scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
         return ModelOutput(ids, router_logits, slot_rows, self.norm(x)), cache
@@ -307,26 +313,34 @@ def abstract_model(
     return graph, shapes, shardings
 
 
-def _scan(run, blocks, first, x, cache, *inputs, mesh):
+def _scan(run, blocks, first, x, cache, *inputs, mesh, memory):
     """Run stacked blocks one after another; the first one is layer ``first`` of the cache.
 
-    Sharded dense parameters are gathered block by block.
+    Sharded dense parameters are gathered block by block. Without a cache, inputs of blocks wait in ``memory`` for the
+    backward pass.
 
     Returns:
         ``x`` and the cache, which the loop carries and therefore never copies, and the other outputs of the blocks,
         stacked.
     """
     graph, state = nnx.split(blocks)
-    numbers = None if cache is None else first + jnp.arange(len(jax.tree.leaves(state)[0]))
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def layer(carry, layer_inputs):
+    def layer(x, cache, state, *rest):
+        return run(nnx.merge(graph, gather_dense(state, mesh)), x, cache, *rest)
+
+    def trained_layer(x, layer_inputs):
+        x, _, output = layer(x, None, *layer_inputs)
+        return x, output
+
+    def cached_layer(carry, layer_inputs):
         x, cache = carry
-        state, number, *rest = layer_inputs
-        layer_cache = None if cache is None else LayerCache(cache, number)
-        block = nnx.merge(graph, gather_dense(state, mesh))
-        x, layer_cache, output = run(block, x, layer_cache, *rest)
-        return (x, None if layer_cache is None else layer_cache.cache), output
+        number, *rest = layer_inputs
+        x, layer_cache, output = layer(x, LayerCache(cache, number), *rest)
+        return (x, layer_cache.cache), output
 
-    (x, cache), outputs = jax.lax.scan(layer, (x, cache), (state, numbers, *inputs))
+    if cache is None:
+        x, outputs = scan_layers(trained_layer, x, (state, *inputs), memory=memory)
+        return x, None, outputs
+    numbers = first + jnp.arange(len(jax.tree.leaves(state)[0]))
+    (x, cache), outputs = jax.lax.scan(cached_layer, (x, cache), (numbers, state, *inputs))
     return x, cache, outputs

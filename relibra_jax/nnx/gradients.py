@@ -21,7 +21,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.dense_sharding import shard_like_dense
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.nnx.variables import ExpertParam, expert_fsdp_axis
+from relibra_jax.nnx.variables import ExpertParam, WithTotal, expert_fsdp_axis
 from relibra_jax.support.argument_types import checks_arguments
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
@@ -43,6 +43,7 @@ def accumulate_gradients(
     micro_batches: slice = slice(None),
     residents: Residents | None = None,
     step: Integer[Array, ""] | int | None = None,
+    in_place: bool = False,
 ) -> tuple[Any, PyTree]:
     """Compute the gradient of the loss summed over micro-batches. Call it inside the jitted update.
 
@@ -58,6 +59,9 @@ def accumulate_gradients(
         residents: the residents of this optimizer step from `prepare_residents`. None pushes residents in this
             function.
         step: the optimizer's step number, ``optimizer.step[...]``, required with ``residents``.
+        in_place: whether a `relibra_jax.models.LanguageModel` adds the gradients of a layer to their totals where it
+            computes them, so that those of a micro-batch take no memory. The objective must run the model once: after
+            none or several runs the gradients of embedding, output head and last norm are NaN.
 
     Returns:
         ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
@@ -76,9 +80,31 @@ def accumulate_gradients(
     else:
         residents = residents.at(step)
     weights = None if residents is None else residents.weights
+    flat = nnx.to_flat_state(params)
+    adds = [in_place and variable.get_metadata("adds_gradients", False) for _, variable in flat]
+
+    def join(others, added):
+        """Return the parameters, each from the list to which it belongs."""
+        parts = {True: iter(added), False: iter(others)}
+        return nnx.from_flat_state(
+            [(path, next(parts[one])) for (path, _), one in zip(flat, adds, strict=True)]
+        )
+
+    def split(params):
+        variables = [variable for _, variable in nnx.to_flat_state(params)]
+        return [
+            [each for each, one in zip(variables, adds, strict=True) if one is want] for want in (False, True)
+        ]
+
+    others, added = split(params)
 
     def micro_batch_loss(differentiated, number):
-        params, weights = differentiated
+        others, weights, totals, runs = differentiated
+        with_totals = [
+            variable.replace(WithTotal(variable.get_raw_value(), total.get_raw_value(), runs))
+            for variable, total in zip(added, totals, strict=True)
+        ]
+        params = join(others, with_totals)
         one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             layers = layers._replace(residents=residents._replace(weights=weights))
@@ -86,16 +112,25 @@ def accumulate_gradients(
         return objective(nnx.merge(graph, params, *rest, copy=True), one, layers)
 
     def accumulate(total, number):
-        gradient, auxiliary = jax.grad(micro_batch_loss, has_aux=True)((params, weights), number)
-        return jax.tree.map(jnp.add, total, gradient), auxiliary
+        (of_others, of_weights), totals = total
+        differentiated = (others, weights, totals, jnp.zeros(()))
+        (*gradient, totals, runs), auxiliary = jax.grad(micro_batch_loss, has_aux=True)(
+            differentiated, number
+        )
+        if added:
+            factor = jnp.where(runs == len(added), 1.0, jnp.nan)
+            gradient[0] = jax.tree.map(lambda leaf: leaf * factor, gradient[0])
+        return (jax.tree.map(jnp.add, (of_others, of_weights), tuple(gradient)), totals), auxiliary
 
     def zeros(leaf):
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
     totals, resident_totals = jax.tree.map(zeros, (params, weights))
-    initial_total = (shard_like_dense(totals, batch.parallel.mesh), resident_totals)
+    of_others, of_added = split(shard_like_dense(totals, batch.parallel.mesh))
+    initial_total = ((of_others, resident_totals), of_added)
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
-    (gradients, resident_gradients), auxiliary = jax.lax.scan(accumulate, initial_total, numbers)
+    (summed, of_added), auxiliary = jax.lax.scan(accumulate, initial_total, numbers)
+    gradients, resident_gradients = join(summed[0], of_added), summed[1]
     if weights is not None:
         gradients = _add_resident_gradients(gradients, resident_gradients, batch)
     return gradients, auxiliary

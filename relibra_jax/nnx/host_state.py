@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jaxtyping import Float
 
 from relibra_jax.execution.memory import HOST, in_host_memory, take, to_device, to_host
 from relibra_jax.nnx.dense_sharding import STACKS
@@ -72,21 +73,24 @@ def on_device[T: nnx.Module](model: T) -> T:
     return nnx.merge(graph, nnx.from_flat_state(moved), rest, copy=True)
 
 
-def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
+def apply_gradients(
+    model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any, *, factor: Float[jax.Array, ""] | float = 1.0
+) -> None:
     """Take an optimizer step in place, under jit, with state in the memory of host or devices.
 
     State in host memory is updated layer by layer, and everything else by ``optimizer.update``. So the transformation
-    must treat every value on its own, as AdamW does; clip by a global norm before.
+    must treat every value on its own, as AdamW does.
 
     Args:
         model: the model whose parameters the gradients belong to, as it was given to the optimizer.
         optimizer: the optimizer of the model.
         gradients: the gradients in device memory, with the structure of the optimizer's parameters.
+        factor: the factor of all gradients, for example one that clips them by their global norm.
     """
     params = nnx.state(model, optimizer.wrt)
     variables = dict(nnx.to_flat_state(params))
     if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
-        optimizer.update(model, gradients)
+        optimizer.update(model, _scale(gradients, factor))
         return
     tx = optimizer.tx
     trees = nnx.as_pure(params), nnx.as_pure(nnx.state(gradients, optimizer.wrt))
@@ -102,7 +106,7 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any)
 
         def step(number: Any, inputs: Any = (of_params, of_gradients, moments)) -> Any:
             params, gradients, moments = to_device(inputs) if number is None else take(inputs, number)
-            updates, stepped = tx.update(gradients, _merge(moments, counts), params)
+            updates, stepped = tx.update(_scale(gradients, factor), _merge(moments, counts), params)
             moments = optax.tree_map_params(
                 tx, lambda leaf: leaf, stepped, transform_non_params=lambda _: None
             )
@@ -121,6 +125,10 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any)
     nnx.update(model, _merge(*new_params))
     nnx.update(optimizer.opt_state, nnx.state(_merge(*new_state, counted)))
     optimizer.step[...] += 1
+
+
+def _scale(gradients: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * factor, gradients)
 
 
 def _put_beside(leaf: jax.Array, old: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
 """The variable types of a mixture-of-experts layer: expert weights, correction bias and homes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.mesh import NODE, RANKS
 
 AXES = 6
@@ -34,6 +35,21 @@ class ExpertParam(nnx.Param):
         layer_spec = tuple(sharding)[tuple(sharding).index(NODE) :]
         leading_axes = getattr(self.get_raw_value(), "ndim", AXES) - AXES
         return (None,) * leading_axes + layer_spec
+
+
+class WithTotal(NamedTuple):
+    """The value of a parameter, with the total of its gradients over earlier micro-batches.
+
+    `relibra_jax.nnx.accumulate_gradients` gives it to parameters with the metadata ``adds_gradients``, whose model adds
+    their gradients to the total (`relibra_jax.models.layer_scan`).
+    """
+
+    value: Array
+    """The value."""
+    total: Array
+    """The total, in float32 or wider."""
+    runs: Array
+    """0. Its gradient is the number of runs that added to the total, which must be one."""
 
 
 class CorrectionBias(nnx.Variable):

@@ -1,0 +1,90 @@
+"""The scan over layers: its values and gradients are those of `jax.lax.scan`, and totals grow in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relibra_jax.execution.memory import HOST, MEMORY_KINDS
+from relibra_jax.models.layer_scan import scan_layers
+from relibra_jax.nnx.variables import WithTotal
+
+LAYERS, WIDTH = 3, 4
+
+
+def layer(x, inputs):
+    weights, numbers, scale = inputs
+    hidden = jnp.tanh(x @ weights) + scale * numbers
+    return x + hidden, (hidden.sum(-1), numbers + 1)
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
+    return weights, jnp.arange(LAYERS, dtype=jnp.int32), jnp.asarray(rng.normal(size=LAYERS), jnp.float32)
+
+
+def loss(x, outputs):
+    sums, numbers = outputs
+    return (x**2).sum() + (sums * jnp.arange(1.0, 1 + LAYERS)[:, None]).sum() + numbers.sum()
+
+
+def of_jax(x, weights, scale):
+    return loss(*jax.lax.scan(layer, x, (weights, inputs()[1], scale)))
+
+
+@pytest.mark.parametrize("memory", MEMORY_KINDS)
+def test_values_and_gradients_are_those_of_jax(memory):
+    def of_ours(x, weights, scale):
+        return loss(*scan_layers(layer, x, (weights, inputs()[1], scale), memory=memory))
+
+    weights, _, scale = inputs()
+    arguments = jnp.ones((2, WIDTH)), weights, scale
+    desired, actual = (
+        jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(*arguments) for function in (of_jax, of_ours)
+    )
+    for value, other in zip(jax.tree.leaves(desired), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(other, value, rtol=1e-5)
+    np.testing.assert_allclose(of_ours(*arguments), of_jax(*arguments), rtol=1e-6)
+
+
+def test_gradients_are_added_to_totals_in_float32():
+    weights, numbers, scale = inputs()
+    rounded, total = weights.astype(jnp.bfloat16), 10 + weights
+
+    def of_total(total, runs):
+        trained = WithTotal(rounded, total, runs)
+        return loss(
+            *scan_layers(
+                layer, jnp.ones((2, WIDTH), jnp.bfloat16), (trained, numbers, scale.astype(jnp.bfloat16))
+            )
+        )
+
+    def of_value(weights):
+        return loss(
+            *scan_layers(
+                layer, jnp.ones((2, WIDTH), jnp.bfloat16), (weights, numbers, scale.astype(jnp.bfloat16))
+            )
+        )
+
+    new, runs = jax.jit(jax.grad(of_total, argnums=(0, 1)))(total, jnp.zeros(()))
+    gradient = jax.jit(jax.grad(of_value))(rounded)
+    assert (new.dtype, gradient.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(new, total + gradient.astype(jnp.float32))
+    assert runs == 1
+    twice = jax.grad(lambda total, runs: of_total(total, runs) + of_total(total, runs), argnums=1)
+    assert twice(total, jnp.zeros(())) == 2
+
+
+def test_inputs_of_layers_wait_on_the_host():
+    weights, numbers, scale = inputs()
+
+    def gradient(weights):
+        return jax.grad(
+            lambda weights: loss(
+                *scan_layers(layer, jnp.ones((2, WIDTH)), (weights, numbers, scale), memory=HOST)
+            )
+        )(weights)
+
+    kept = f"float32<host>[{LAYERS},2,{WIDTH}]"
+    assert kept in str(jax.make_jaxpr(gradient)(weights)).replace("f32", "float32")
