@@ -14,7 +14,7 @@ from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import HOST
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.models import ModelConfig, make_model
-from relibra_jax.nnx import ExpertParam
+from relibra_jax.nnx import ExpertParam, reorder_experts
 from relibra_jax.nnx.host_state import apply_gradients, on_device, put_on_host
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -87,6 +87,21 @@ def test_state_stays_on_the_host_and_keeps_its_shardings():
         if leaf.ndim:
             kept = old.sharding.with_memory_kind(leaf.sharding.memory_kind)
             assert leaf.sharding.is_equivalent_to(kept, leaf.ndim), name
+
+
+def test_experts_move_on_the_host():
+    home = np.stack([np.roll(np.arange(8), 1 + layer) for layer in range(3)]).astype(np.int32)
+    moved = []
+    for on_host in (False, True):
+        agent, optimizer, _ = build()
+        if on_host:
+            put_on_host(agent, optimizer)
+        mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
+        reorder_experts(agent.policy, None, home, mesh=mesh, topology=TOPOLOGY)
+        moved.append(jax.tree.leaves(nnx.state(agent, ExpertParam))[0])
+    np.testing.assert_array_equal(*moved)
+    assert moved[1].sharding.memory_kind == HOST
+    assert (np.asarray(moved[1]) != jax.tree.leaves(nnx.state(build()[0], ExpertParam))[0]).any()
 
 
 def test_devices_get_parameters_in_the_dtype_of_the_computation():

@@ -1,12 +1,19 @@
 """The scan over layers: its values and gradients are those of `jax.lax.scan`, and totals grow in place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from relibra_jax import Topology, relibra
+from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import HOST, MEMORY_KINDS
+from relibra_jax.models import ModelConfig, make_model
 from relibra_jax.models.layer_scan import scan_layers
+from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, expert_mesh
 from relibra_jax.nnx.variables import WithTotal
 
 LAYERS, WIDTH = 3, 4
@@ -74,6 +81,57 @@ def test_gradients_are_added_to_totals_in_float32():
     assert runs == 1
     twice = jax.grad(lambda total, runs: of_total(total, runs) + of_total(total, runs), argnums=1)
     assert twice(total, jnp.zeros(())) == 2
+
+
+@functools.cache
+def gradients(in_place, runs):
+    """Return the gradients of a small model whose objective runs it so many times."""
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
+    mesh = expert_mesh(topology, devices=jax.devices()[:1])
+    config = ModelConfig(
+        vocabulary=16,
+        width=8,
+        layers=3,
+        heads=2,
+        kv_heads=1,
+        head_width=4,
+        num_experts=4,
+        gating=Gating(top_k=2, scores="softmax"),
+        expert_width=8,
+        dense_layers=1,
+        dense_width=8,
+    )
+    model = make_model(config, topology, mesh=mesh, key=jax.random.key(0))
+    parallel = ExpertParallel(mesh=mesh, topology=topology)
+    balancer = Balancer(relibra(), parallel, num_layers=2, num_micro_batches=2, key=jax.random.key(0))
+    batch = balancer.prepare(model, None, None, num_samples=4)
+    tokens = batch.to_ranks(np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32))
+
+    def objective(model, tokens, layers):
+        mask = jnp.ones(tokens.shape, bool)
+        hidden = [model(tokens, mask, parallel=batch.parallel).hidden for _ in range(runs)]
+        return sum((each**3).sum() for each in hidden), None
+
+    @nnx.jit
+    def run(model, batch, tokens):
+        return accumulate_gradients(model, objective, batch, tokens, in_place=in_place)[0]
+
+    return run(model, batch, tokens)
+
+
+def test_gradients_in_place_are_those_beside_totals():
+    desired, actual = gradients(False, 1), gradients(True, 1)
+    assert jax.tree.structure(actual) == jax.tree.structure(desired)
+    for (path, value), other in zip(jax.tree.leaves_with_path(desired), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(
+            other, value, rtol=1e-6, atol=1e-6 * np.abs(value).max(), err_msg=jax.tree_util.keystr(path)
+        )
+        assert np.any(value) or "head" in jax.tree_util.keystr(path)
+
+
+def test_gradients_in_place_of_a_model_that_runs_twice_are_nan():
+    assert np.isnan(gradients(True, 2)["embedding"][...]).all()
+    assert np.isfinite(gradients(False, 2)["embedding"][...]).all()
 
 
 def test_inputs_of_layers_wait_on_the_host():
