@@ -161,7 +161,9 @@ def recompute(
         output, log_probs = _run(agent.policy, samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
-        values = None if agent.critic is None else token_values(agent.critic, output.hidden)
+        values = None
+        if agent.critic is not None:
+            values = token_values(agent.critic, output.hidden, parallel=batch.parallel)
         return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
 
     output = jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
@@ -224,7 +226,7 @@ def update(
         critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
             weights, returns, old_values = samples.critic
-            values = token_values(agent.critic, output.hidden, weights > 0)
+            values = token_values(agent.critic, output.hidden, weights > 0, parallel=batch.parallel)
             critic_loss = value_loss(values, old_values, returns, weights, clip=critic.clip)
             factor = critic.factor
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)

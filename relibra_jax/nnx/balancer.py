@@ -13,12 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Bool, Float, Int, PRNGKeyArray, PyTree
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
@@ -81,11 +81,15 @@ from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.exchange_rules import Way
-from relibra_jax.routing.sequence_packing import lay_out_sequences
+from relibra_jax.routing.node_streams import lay_out_streams
+from relibra_jax.routing.sequence_packing import SequenceLayout, lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 from relibra_jax.support.programs import announce_compilation
+
+LAYOUTS: Final = {"packed": lay_out_sequences, "split": lay_out_streams}
+"""The layouts of sequences that hold several samples."""
 
 
 class _Planned(NamedTuple):
@@ -100,6 +104,8 @@ class _Planned(NamedTuple):
     prices: Sequence[Price]
     plans: Sequence[BatchPlan]
     """The plan of each stage."""
+    layouts: Sequence[SequenceLayout | None]
+    """The sequences of each stage; None for padded ones."""
     state: PyTree
     """The planner's state after the batch."""
     next_key: PRNGKeyArray
@@ -128,8 +134,11 @@ class Balancer:
             order, or packed by length in packed sequences.
         sequences: ``padded`` gives every sample a sequence of its own. ``packed`` puts several samples in a sequence,
             one after another. Padding is then at most 5% of the positions where the sample lengths allow it
-            (`relibra_jax.routing.sequence_packing`). With packed sequences, samples must be aligned to the left, and
-            the model needs `PreparedBatch.packing`.
+            (`relibra_jax.routing.sequence_packing`). ``split`` puts the samples of a node in one sequence, which its
+            local ranks share evenly, so that no rank waits for another's long sample
+            (`relibra_jax.routing.node_streams`). With packed and split sequences, samples must be aligned to the left,
+            and the model needs `PreparedBatch.packing`. With split ones, its attention must also reach all tokens of a
+            node, as that of `relibra_jax.models.LanguageModel` does.
 
     Raises:
         ValueError: if a number is below 1, a name is unknown, or ``cost`` is fixed to a path, exchange, layout of
@@ -172,6 +181,7 @@ class Balancer:
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
+        parallel = dataclasses.replace(parallel, split_sequences=sequences == "split")
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
         self._given = parallel
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
@@ -209,7 +219,7 @@ class Balancer:
         topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
         # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
         options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
-        return dataclasses.replace(self.parallel, topology=topology, **options)
+        return dataclasses.replace(self.parallel, topology=topology, split_sequences=False, **options)
 
     @property
     def state(self) -> BalancerState:
@@ -284,7 +294,7 @@ class Balancer:
                 balancer's, experts are not at their homes, a parameter is not finite, the processes computed different
                 plans, or the plan breaks a rule. Nothing has moved then.
             ValueError: also if the counts do not belong to their lengths, sampled routes or replay, or if layers that
-                are striped or run in pieces are to be planned from counts alone.
+                are striped or run in pieces, or split sequences, are to be planned from counts alone.
             relibra_jax.execution.migration.MoveError: if experts cannot be moved, for example because memory runs out
                 (`relibra_jax.nnx.reorder_experts`).
         """
@@ -501,6 +511,7 @@ class Balancer:
                 planned.parallel,
                 top_k=planned.top_k,
                 lengths=planned.batch.lengths,
+                layouts=planned.layouts,
             )
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
@@ -546,21 +557,40 @@ class Balancer:
             batch = count_on_host(replay, self.planner, topology, prices)
         if replay is None:
             check_plans_from_counts(self.parallel, top_k)
-        elif self.sequences == "packed":
+        elif self.sequences != "padded":
             check_aligned_left(np.asarray(replay.mask))
         next_key, key = jax.random.split(self._key)
         search = functools.partial(self._search, batch, stages, updates, key)
         plans, state = search()
         if self._way is None and self._cost is not None:
             plans, state = self._choose_way(batch, updates, plans, state, search)
-        topology, searched_striped = self.parallel.topology, prices[0].striped
+        topology, searched_evenly = self.parallel.topology, prices[0].even_ranks
         prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(top_k)
-        if parallel.is_striped or searched_striped:
-            plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
+        layouts = [self._lay_out(plan, np.asarray(batch.lengths), parallel) for plan in plans]
+        if parallel.is_striped or searched_evenly:
+            plans = load_on_host(plans, replay, batch, parallel, layouts)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
-        return _Planned(replay, batch, top_k, parallel, stages, prices, plans, state, next_key, seconds)
+        return _Planned(
+            replay, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
+        )
+
+    def _lay_out(
+        self, plan: BatchPlan, lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
+    ) -> SequenceLayout | None:
+        """Lay out the samples of a stage in sequences, if possible in those of earlier batches; None if padded."""
+        if self.sequences == "padded":
+            return None
+        lay_out, shape = LAYOUTS[self.sequences], stage_shape(plan, parallel)
+        layout = lay_out(
+            plan.assignment,
+            lengths,
+            shape=self._sequence_shapes.get(shape),
+            align=parallel.aligned_positions,
+        )
+        self._sequence_shapes[shape] = layout.shape
+        return layout
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -637,17 +667,9 @@ class Balancer:
         num_tokens = int(lengths.max(initial=0) if length is None else length)
         if planned.replay is not None:
             num_tokens = planned.replay.mask.shape[1]
-        layout, model_times = None, None
-        if self.sequences == "packed":
-            layout = lay_out_sequences(
-                plan.assignment,
-                lengths,
-                shape=self._sequence_shapes.get(shape),
-                align=parallel.aligned_positions,
-            )
-            self._sequence_shapes[shape] = layout.shape
+        model_times = None
         sequences = batch_sequences(
-            plan.assignment, layout, parallel, num_samples=num_samples, num_tokens=num_tokens
+            plan.assignment, planned.layouts[number], parallel, num_samples=num_samples, num_tokens=num_tokens
         )
         if not self._for_balance:
             model_times = functools.partial(
