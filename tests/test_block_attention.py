@@ -16,7 +16,6 @@ from relibra_jax.models import LanguageModel, token_log_probs
 from relibra_jax.models.attention import Attention
 from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys, split_attention
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh
-from relibra_jax.routing.node_streams import chunk_order
 
 WIDTH, KV_HEADS = 6, 2
 CONFIG = dataclasses.replace(
@@ -138,12 +137,10 @@ def test_split_attention_equals_attention_over_the_streams_of_nodes(monkeypatch,
     shapes = [(2, local * length, count, WIDTH) for count in (4, KV_HEADS, KV_HEADS, 4)]
     streams = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     segments = np.stack([segments_of(70, 17, 3, length=96), segments_of(31, 64, length=96)])
-    order = chunk_order(local, length)
 
     def cut(stream):
-        chunks = np.empty((2, len(order), chunk, *stream.shape[2:]), stream.dtype)
-        chunks[:, order] = stream.reshape(chunks.shape)
-        return chunks.reshape(2 * local, length, *stream.shape[2:])
+        chunks = stream.reshape(2, -1, local, chunk, *stream.shape[2:])
+        return chunks.swapaxes(1, 2).reshape(2 * local, length, *stream.shape[2:])
 
     @jax.jit
     def run(query, key, value, segments, cotangent):

@@ -4,13 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Int, Shaped
 
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.mesh import LOCAL
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.routing.node_streams import chunk_length, chunk_order
+from relibra_jax.routing.node_streams import chunk_length
 
 
 def gather_stream(own: Shaped[jax.Array, "T *rest"]) -> Shaped[jax.Array, "stream *rest"]:
@@ -23,10 +22,8 @@ def gather_stream(own: Shaped[jax.Array, "T *rest"]) -> Shaped[jax.Array, "strea
         The entries of all ranks of the node in the order of its stream. Gradients are summed over the ranks, each of
         which gets those of its positions.
     """
-    length = len(own)
-    gathered = jax.lax.all_gather(own, LOCAL)
-    chunks = gathered.reshape(-1, chunk_length(length), *own.shape[1:])
-    return chunks[chunk_order(len(gathered), length)].reshape(-1, *own.shape[1:])
+    chunks = own.reshape(-1, chunk_length(len(own)), *own.shape[1:])
+    return jax.lax.all_gather(chunks, LOCAL, axis=1).reshape(-1, *own.shape[1:])
 
 
 def own_chunks(length: int) -> Int[jax.Array, " chunks"]:
@@ -35,9 +32,7 @@ def own_chunks(length: int) -> Int[jax.Array, " chunks"]:
     Args:
         length: T, the number of positions of a rank.
     """
-    local = jax.lax.axis_size(LOCAL)
-    of_ranks = np.argsort(chunk_order(local, length)).astype(np.int32).reshape(local, -1)
-    return jnp.asarray(of_ranks)[jax.lax.axis_index(LOCAL)]
+    return jnp.arange(length // chunk_length(length)) * jax.lax.axis_size(LOCAL) + jax.lax.axis_index(LOCAL)
 
 
 def shift_tokens(

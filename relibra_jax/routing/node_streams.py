@@ -2,13 +2,13 @@
 
 If every rank holds whole samples, a sample that is longer than a rank's share of the tokens makes all other ranks wait.
 Only attention needs whole samples. So with split sequences, the samples of a node follow one another in a *stream*,
-which is cut into chunks of equal length, and the local ranks take the chunks in turn: 0 1 2 3, 3 2 1 0, 0 1 2 3, ...
-Every rank then has equally many tokens. It has an equal share of attention too, because the later chunks of a long
-sample, which attend to more tokens, go to all ranks alike. (Striped Attention, arXiv 2311.09431, deals single tokens; chunks
-keep attention in blocks.)
+which is cut into chunks of equal length: local rank g has the chunks g, G + g, 2 G + g, ... Every rank then has equally
+many tokens. It has about an equal share of attention too, because the later chunks of a long sample, which attend to
+more tokens, go to all ranks in turn. Ranks that had one run of the stream each would wait for the one with the end of
+the longest sample. (Striped Attention, arXiv 2311.09431, deals single tokens; chunks keep attention in blocks.)
 
 A rank has one sequence of ``T`` positions, its chunks in their order. `lay_out_streams` lays out the samples on the
-host, and `chunk_order` is the one rule by which `relibra_jax.execution.node_streams` puts chunks in order on devices.
+host, and `relibra_jax.execution.node_streams` puts chunks in the order of the stream on devices.
 """
 
 from typing import Final
@@ -19,8 +19,10 @@ from jaxtyping import Int
 from relibra_jax.contract.types import EMPTY, Array, Assignment
 from relibra_jax.routing.sequence_packing import LEAST_FILL, SequenceLayout
 
-CHUNK: Final = 512
-"""The number of positions of a chunk, if a rank has more than that. It is the block of attention."""
+CHUNK: Final = 256
+"""The number of positions of a chunk, if a rank has more than that: the block of attention. With log-normal lengths
+(median 4,096) on nodes of 8 ranks with 8,192 tokens each, the busiest rank of a node has 5% more attention than the
+mean; it is 10% with chunks of 512, and 165% with one run of the stream for each rank."""
 
 
 def chunk_length(length: int) -> int:
@@ -35,24 +37,6 @@ def chunk_length(length: int) -> int:
     if length > CHUNK and length % CHUNK:
         raise ValueError(f"split sequences of {length} positions must be a multiple of {CHUNK} positions")
     return min(length, CHUNK)
-
-
-def chunk_order(local: int, length: int) -> Int[np.ndarray, " chunks"]:
-    """Return the chunks of all local ranks of a node in the order of the stream.
-
-    Args:
-        local: G, the number of local ranks.
-        length: T, the number of positions of a rank.
-
-    Returns:
-        The index of every chunk of the stream among those of local rank 0, 1, ..., one rank's after another's.
-
-    >>> chunk_order(2, 3 * CHUNK).tolist()  # chunks 0, 1 and 2 are those of rank 0
-    [0, 3, 4, 1, 2, 5]
-    """
-    order = np.arange(local * length // chunk_length(length)).reshape(local, -1).T.copy()
-    order[1::2] = order[1::2, ::-1]
-    return order.ravel()
 
 
 def lay_out_streams(
@@ -100,13 +84,10 @@ def lay_out_streams(
         of_stream[node, :real] = np.repeat(samples, lengths[samples])
         starts = np.cumsum(lengths[samples]) - lengths[samples]
         positions[node, :real] = np.arange(real) - np.repeat(starts, lengths[samples])
-    order = chunk_order(local, length)
 
     def cut(stream: Int[np.ndarray, "nodes stream"]) -> Int[np.ndarray, "M N G 1 T"]:
-        chunks = stream.reshape(len(stream), len(order), -1)
-        cut = np.empty_like(chunks)
-        cut[:, order] = chunks
-        return cut.reshape(*nodes, local, 1, length)
+        chunks = stream.reshape(len(stream), -1, local, chunk_length(length))
+        return chunks.swapaxes(1, 2).reshape(*nodes, local, 1, length)
 
     return SequenceLayout(cut(of_stream), cut(positions))
 
