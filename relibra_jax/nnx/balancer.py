@@ -64,6 +64,7 @@ from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import (
     check_plans,
     count_on_host,
+    load_of_sequences,
     load_on_host,
     plan_on_host,
     to_host,
@@ -104,8 +105,8 @@ class _Planned(NamedTuple):
     prices: Sequence[Price]
     plans: Sequence[BatchPlan]
     """The plan of each stage."""
-    layouts: Sequence[SequenceLayout | None]
-    """The sequences of each stage; None for padded ones."""
+    layouts: Sequence[SequenceLayout]
+    """The sequences of each stage; none if they are padded."""
     state: PyTree
     """The planner's state after the batch."""
     next_key: PRNGKeyArray
@@ -564,12 +565,15 @@ class Balancer:
         plans, state = search()
         if self._way is None and self._cost is not None:
             plans, state = self._choose_way(batch, updates, plans, state, search)
-        topology, searched_evenly = self.parallel.topology, prices[0].even_ranks
+        topology, searched_striped = self.parallel.topology, prices[0].striped
         prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(top_k)
-        layouts = [self._lay_out(plan, np.asarray(batch.lengths), parallel) for plan in plans]
-        if parallel.is_striped or searched_evenly:
-            plans = load_on_host(plans, replay, batch, parallel, layouts)
+        layouts, striped = self._lay_out(plans, np.asarray(batch.lengths), parallel), parallel.is_striped
+        if self.sequences == "split":
+            assert replay is not None
+            plans = load_of_sequences(plans, replay, layouts, topology, striped=striped)
+        elif striped or searched_striped:
+            plans = load_on_host(plans, replay, batch, topology, striped=striped)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
         return _Planned(
@@ -577,20 +581,23 @@ class Balancer:
         )
 
     def _lay_out(
-        self, plan: BatchPlan, lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
-    ) -> SequenceLayout | None:
-        """Lay out the samples of a stage in sequences, if possible in those of earlier batches; None if padded."""
+        self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
+    ) -> tuple[SequenceLayout, ...]:
+        """Lay out the samples of all stages in sequences of the shapes of earlier batches, where they fit."""
         if self.sequences == "padded":
-            return None
-        lay_out, shape = LAYOUTS[self.sequences], stage_shape(plan, parallel)
-        layout = lay_out(
-            plan.assignment,
-            lengths,
-            shape=self._sequence_shapes.get(shape),
-            align=parallel.aligned_positions,
-        )
-        self._sequence_shapes[shape] = layout.shape
-        return layout
+            return ()
+        layouts = []
+        for plan in plans:
+            shape = stage_shape(plan, parallel)
+            layout = LAYOUTS[self.sequences](
+                plan.assignment,
+                lengths,
+                shape=self._sequence_shapes.get(shape),
+                align=parallel.aligned_positions,
+            )
+            self._sequence_shapes[shape] = layout.shape
+            layouts.append(layout)
+        return tuple(layouts)
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -667,9 +674,9 @@ class Balancer:
         num_tokens = int(lengths.max(initial=0) if length is None else length)
         if planned.replay is not None:
             num_tokens = planned.replay.mask.shape[1]
-        model_times = None
+        layout, model_times = planned.layouts[number] if planned.layouts else None, None
         sequences = batch_sequences(
-            plan.assignment, planned.layouts[number], parallel, num_samples=num_samples, num_tokens=num_tokens
+            plan.assignment, layout, parallel, num_samples=num_samples, num_tokens=num_tokens
         )
         if not self._for_balance:
             model_times = functools.partial(

@@ -16,14 +16,13 @@ from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
-from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.routing.pieces import dispatched_load
 from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
-from relibra_jax.routing.striping import striped_load
+from relibra_jax.routing.striping import with_striped_load
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -120,34 +119,53 @@ def load_on_host(
     plans: Sequence[BatchPlan],
     replay: RoutingReplay | None,
     batch: Batch,
-    parallel: ExpertParallel,
-    layouts: Sequence[SequenceLayout | None],
+    topology: Topology,
+    *,
+    striped: bool,
 ) -> tuple[BatchPlan, ...]:
-    """Give plans the exact load of the layers that execute them, on the host.
+    """Give plans the exact load of striped layers, or of those that are not, on the host.
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        replay: the routing of all samples; None only if layers are not striped and sequences not split.
+        replay: the routing of all samples; None only if layers are not striped.
         batch: the counts of the samples.
-        parallel: the settings, which say whether layers are striped and sequences split.
-        layouts: the sequences of each stage. Only those of split sequences are read.
+        topology: the expert-parallel group.
+        striped: whether layers are striped.
     """
-    topology, striped = parallel.topology, parallel.is_striped
-    loaded = []
     with on_host():
-        for plan, layout in zip(to_host(tuple(plans)), layouts, strict=True):
-            if parallel.split_sequences:
-                assert replay is not None
-                assert layout is not None
-                in_place, placed = in_sequences(replay, plan, layout)
-                load = dispatched_load(in_place, placed.assignment, topology, striped=striped)
-            elif striped:
-                assert replay is not None
-                load = striped_load(replay, plan.assignment, topology)
-            else:
-                load = assigned_load(batch.sample_load, plan.assignment)
-            loaded.append(plan._replace(load=load))
+        plans = to_host(tuple(plans))
+        if striped:
+            assert replay is not None
+            loaded = [with_striped_load(plan, replay, topology) for plan in plans]
+        else:
+            loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
     return tuple(jax.device_get(loaded))
+
+
+def load_of_sequences(
+    plans: Sequence[BatchPlan],
+    replay: RoutingReplay,
+    layouts: Sequence[SequenceLayout],
+    topology: Topology,
+    *,
+    striped: bool,
+) -> tuple[BatchPlan, ...]:
+    """Give plans the exact load of the tokens that each rank has in its sequences, on the host.
+
+    Args:
+        plans: the plan of each stage, searched with an estimate of the load.
+        replay: the routing of all samples.
+        layouts: the sequences of each stage.
+        topology: the expert-parallel group.
+        striped: whether layers are striped.
+    """
+    loads = []
+    with on_host():
+        for plan, layout in zip(plans, layouts, strict=True):
+            in_place, placed = in_sequences(replay, plan, layout)
+            loads.append(dispatched_load(in_place, placed.assignment, topology, striped=striped))
+    pairs = zip(plans, jax.device_get(loads), strict=True)
+    return tuple(plan._replace(load=load) for plan, load in pairs)
 
 
 def check_plans(
