@@ -150,7 +150,7 @@ def count_sizes(
     *,
     top_k: int,
     lengths: Integer[Array, " B"],
-    layouts: Sequence[SequenceLayout],
+    layouts: Sequence[SequenceLayout] = (),
 ) -> BufferSizes:
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
