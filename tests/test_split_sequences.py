@@ -11,7 +11,7 @@ from flax import nnx
 
 from experiments.rl.configs import Train
 from experiments.rl.policy import TINY, ValueHead, token_values
-from relibra_jax import RoutingReplay, Topology, pack_samples, relibra
+from relibra_jax import RoutingReplay, Topology, assign_samples, check_plan, pack_samples, plan_batch, relibra
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
@@ -24,6 +24,7 @@ from relibra_jax.models import make_model, token_log_probs
 from relibra_jax.models.attention import Attention
 from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, check_executed, expert_mesh
 from relibra_jax.planning.batch import count_batch
+from relibra_jax.planning.plan_batch import Stage
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.node_streams import CHUNK, chunk_length, lay_out_streams
 from relibra_jax.routing.sequence_packing import lay_out_sequences
@@ -227,6 +228,33 @@ def test_values_of_split_tokens_belong_to_the_states_before_them():
     expected = hidden.sum(-1).reshape(2, 32)
     np.testing.assert_allclose(values[:, 1:], expected[:, :-1], atol=1e-6)
     assert not values[:, 0].any()
+
+
+@pytest.mark.slow
+def test_stages_of_split_samples_are_planned_for_nodes():
+    """A recompute and two updates, with residents: nodes have equal tokens, and their ranks equal loads."""
+    topology = dataclasses.replace(TOPOLOGY, resident_slots=1)
+    model = dataclasses.replace(MODELS["gpt-oss-20b"], num_experts=16, top_k=2)
+    price = CostModel(cluster=CLUSTERS["h100"], model=model, sequences="split").price(topology)
+    planner, stages = relibra(), [Stage(1), Stage(2, range(12)), Stage(2, range(12, SAMPLES))]
+    plans, _ = plan_batch(
+        *(RoutingReplay(IDS, MASK), planner, planner.init(topology, 2, key=jax.random.key(0)), topology),
+        stages=stages,
+        cost=price,
+        assign=assign_samples,
+        key=jax.random.key(1),
+        rounds=1,
+    )
+    for stage, plan in zip(stages, plans, strict=True):
+        check_plan(plan.plan, plan.load, topology)
+        sample = np.asarray(plan.assignment.sample)
+        samples = stage.samples or range(SAMPLES)
+        assert sorted(sample[sample != EMPTY].tolist()) == list(samples)
+        tokens = np.append(LENGTHS, 0)[sample].sum((2, 3))
+        # The longest sample has 90 tokens, which is more than an even share of some micro-batches.
+        assert tokens.max() <= max(1.1 * tokens.mean(), 95)
+        load = np.asarray(plan.load)
+        assert (load.max(3) - load.min(3)).max() == 1
 
 
 @pytest.mark.slow

@@ -357,11 +357,12 @@ def _assign_stages(
     assignments = []
     for stage, samples, price in zip(latest, problem.samples, problem.prices, strict=True):
         topology, start = problem.topology, shift_samples(stage, -samples.start)
+        placed = placement
         if price.sequences == "split":
-            placement, topology, start = nodes_as_ranks(placement, topology, start)
+            placed, topology, start = nodes_as_ranks(placement, topology, start)
         assignment = problem.assign(
             _samples_of(problem.batch, samples),
-            placement,
+            placed,
             topology,
             start=start,
             price=price,

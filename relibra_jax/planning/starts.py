@@ -30,8 +30,8 @@ def start_assignment(
     many on every rank. Packed sequences start from samples packed by tokens (`relibra_jax.planning.sample_packing`),
     or with long samples together (`relibra_jax.planning.level_packing`) where that saves `LEAST_GAIN` of the time in
     attention. The latter never needs more memory: its fullest rank has at most as many tokens. Long
-    samples are dealt to all data-parallel groups. For split sequences, samples are packed
-    in the same way into nodes.
+    samples are dealt to all data-parallel groups. For split sequences, samples are packed in
+    the same way into nodes.
 
     Args:
         lengths: the number of tokens of each sample. Traced lengths are packed by tokens.
