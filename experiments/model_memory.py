@@ -173,6 +173,8 @@ class RunSizes:
     """The number of sequences of a rank in a micro-batch."""
     length: int = 0
     """The number of tokens of a sequence. 0 counts nothing that depends on tokens."""
+    split: bool = False
+    """Whether the ranks of a node share its samples, so that attention gathers the keys and values of the node."""
     rows: int | None = None
     """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
     samples: int = 0
@@ -206,6 +208,9 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     logits = (2 if chunks > 1 else 3) * -(-tokens // chunks) * config.vocabulary * 4
     span = min(sizes.length, BLOCK)
     scores = SCORE_ARRAYS * config.heads * (BLOCK if sizes.length > BLOCK else tokens) * span * 4
+    # The keys and values of the other ranks of the node, and their gradients in float32.
+    others = (topology.ranks_per_node - 1) * sizes.split * tokens
+    scores += (width + 4) * 2 * config.kv_heads * config.head_width * others
     kept = topology.resident_slots * config.moe_layers * expert
     heads = QUERY_ARRAYS * config.heads + KEY_ARRAYS * 2 * config.kv_heads
     layer = width * tokens * (TOKEN_ARRAYS * config.width + heads * config.head_width)

@@ -14,7 +14,7 @@ from experiments.rl.policy import TINY
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.models import LanguageModel, token_log_probs
 from relibra_jax.models.attention import Attention
-from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys
+from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys, split_attention
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh
 
 WIDTH, KV_HEADS = 6, 2
@@ -127,6 +127,33 @@ def test_first_keys_start_at_samples():
 @functools.cache
 def parallel():
     return ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY)
+
+
+@pytest.mark.parametrize("chunk", [8, 24])
+def test_split_attention_equals_attention_over_the_streams_of_nodes(monkeypatch, chunk):
+    """Two nodes have streams of 96 tokens, on four ranks each: the longest sample is on all of them."""
+    monkeypatch.setattr("relibra_jax.routing.node_streams.CHUNK", chunk)
+    rng, length, local = np.random.default_rng(0), 24, 4
+    shapes = [(2, local * length, count, WIDTH) for count in (4, KV_HEADS, KV_HEADS, 4)]
+    streams = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    segments = np.stack([segments_of(70, 17, 3, length=96), segments_of(31, 64, length=96)])
+
+    def cut(stream):
+        chunks = stream.reshape(2, -1, local, chunk, *stream.shape[2:])
+        return chunks.swapaxes(1, 2).reshape(2 * local, length, *stream.shape[2:])
+
+    @jax.jit
+    def run(query, key, value, segments, cotangent):
+        tokens = parallel().token_spec
+        attend = jax.shard_map(split_attention, mesh=parallel().mesh, in_specs=tokens, out_specs=tokens)
+        output, pull = jax.vjp(lambda *arrays: attend(*arrays, segments), query, key, value)
+        return output, *pull(cotangent)
+
+    *arrays, cotangent = map(cut, streams)
+    actual = run(*arrays, cut(segments), cotangent)
+    exact = [stream.astype(float) for stream in streams]
+    for array, other in zip(actual, oracle(*exact[:3], segments, exact[3]), strict=True):
+        np.testing.assert_allclose(array, cut(other), atol=2e-6 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -72,7 +72,7 @@ def with_gradients(log_probs, model, packing):
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize("packing", [None, PACKING], ids=["unpacked", "packed"])
 def test_token_log_probs_in_chunks_equal_those_of_whole_logits(monkeypatch, tied, packing):
-    # A rank has the hidden states of 56 tokens with a next one: six chunks of ten tokens, and four of padding.
+    # A rank has the hidden states of 58 tokens: six chunks of ten tokens, and two of padding.
     monkeypatch.setattr("relibra_jax.models.log_probs.CHUNK", 11)
     in_chunks = functools.partial(token_log_probs, parallel=parallel())
     of_tokens, of_hidden, gradients = with_gradients(in_chunks, model(tied), packing)
@@ -139,15 +139,15 @@ def rows_over_vocabulary(hlo):
     [
         ("begin", 16),
         ("decode", 16),
-        ("recompute", 19),
-        pytest.param("warm-up", 19, marks=pytest.mark.long),
-        ("update", 19),
+        ("recompute", 20),
+        pytest.param("warm-up", 20, marks=pytest.mark.long),
+        ("update", 20),
     ],
 )
 def test_programs_of_a_run_hold_no_whole_logits(monkeypatch, program, most):
-    """Their largest arrays over the vocabulary are the embedding, of width 16, and the logits of a chunk of 19 tokens.
+    """Their largest arrays over the vocabulary are the embedding, of width 16, and the logits of a chunk of 20 tokens.
 
-    A rank has 58 tokens, of which 56 have a next one.
+    A rank has 58 tokens.
     """
     monkeypatch.setattr("relibra_jax.models.log_probs.CHUNK", 20)
     assert max(rows_over_vocabulary(lower(program).compile().as_text())) == most

@@ -62,6 +62,17 @@ def test_num_parameters_equals_the_model_cards(name, billions, tolerance):
     assert sum(num_parameters(model_config(PUBLISHED[name]))) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
+def test_split_samples_hold_the_keys_and_values_of_a_node():
+    """Compiled for nodes of four H100s, attention of 8,192 tokens took 312 MB with them, and 153 MB without."""
+    config = dataclasses.replace(TINY, heads=16, kv_heads=4, head_width=128, dtype="bfloat16")
+    sizes = RunSizes(config=config, topology=make_topology(), length=8192)
+    whole, split = (
+        memory_by_stage(each)["backward"]["arrays of a layer"]
+        for each in (sizes, dataclasses.replace(sizes, split=True))
+    )
+    assert split - whole == pytest.approx(159e6, rel=WITHIN)
+
+
 @pytest.mark.parametrize(("shard_dense", "fsdp"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_states_equal_the_bytes_of_a_run(shard_dense, fsdp, moments):

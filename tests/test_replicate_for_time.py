@@ -125,11 +125,11 @@ def test_visits_of_experts_at_home_are_those_of_the_routes():
     load, tokens, routes = routed()
     placement = Placement.without_residents(jnp.tile(jnp.arange(8)[None], (LAYERS, 1)), TOPOLOGY)
     plan = replicate_experts(PlanRequest(load), placement, TOPOLOGY)
-    visits = np.asarray(estimate_visits(plan, load, tokens, routes, TOPOLOGY, striped=True))
+    visits = np.asarray(estimate_visits(plan, load, tokens, routes, TOPOLOGY, even=True))
     served = np.asarray(routes.expert_ids) // 4
     for m, node in np.ndindex(MICRO_BATCHES, 2):
         mine = (routes.micro_batch == m) & (routes.rank // 2 == node)
         crossing = (served[mine] == 1 - node).any(2).sum(0)
         np.testing.assert_allclose(visits[m, :, 2 * node, 1 - node] * 2, crossing, rtol=0.02)
-    independent = np.asarray(estimate_visits(plan, load, tokens, None, TOPOLOGY, striped=True))
+    independent = np.asarray(estimate_visits(plan, load, tokens, None, TOPOLOGY, even=True))
     np.testing.assert_allclose(independent.sum(), visits.sum(), rtol=0.1)

@@ -17,7 +17,9 @@ from experiments.rl.stages import RecomputeResult
 from experiments.rl.step import Clip, CriticTargets, TrainingBatch, update
 from experiments.rl.targets import initialize_critic
 from experiments.rl.trainer import Trainer
+from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
+from relibra_jax.nnx import ExpertParallel, expert_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("smallest_policy")]
 SAMPLES, TOKENS, PROMPT = 8, 21, 4
@@ -39,9 +41,11 @@ def test_token_values_belong_to_the_states_before_tokens():
     head.weight[...], head.bias[...] = rng.normal(size=3).astype(np.float32), jnp.float32(0.5)
     expected = hidden @ np.asarray(head.weight[...]) + 0.5
     used = rng.random((2, 5)) < 0.5
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0)
+    parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:1]), topology=topology)
     for actual, counts in (
-        (token_values(head, hidden), True),
-        (token_values(head, hidden, used), used[:, 1:]),
+        (token_values(head, hidden, parallel=parallel), True),
+        (token_values(head, hidden, used, parallel=parallel), used[:, 1:]),
     ):
         np.testing.assert_allclose(actual[:, 1:], np.where(counts, expected[:, :-1], 0), atol=1e-6)
         assert not actual[:, 0].any()

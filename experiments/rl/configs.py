@@ -137,6 +137,9 @@ class Train:
     None generates all samples at the same time."""
     pack_sequences: bool = False
     """Whether updates and planned recomputes put several samples into one sequence, one after the other."""
+    split_samples: bool = False
+    """Whether the ranks of a node share its packed samples evenly, so that no rank waits for a long sample.
+    Attention then gathers keys and values inside the node. Needs ``pack_sequences``."""
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
     watch_every: int = 16
@@ -276,6 +279,8 @@ class Train:
             raise ValueError(f"fsdp={self.fsdp} must divide the model's width {self.model_config.width}")
         if self.wave_samples is not None:
             check_wave(self.wave_samples, ranks)
+        if self.split_samples and not self.pack_sequences:
+            raise ValueError("split_samples=True needs pack_sequences=True: ranks share packed samples")
 
     def _check_planner(self) -> None:
         """Check that settings of ReLibra's planners are for one of them."""

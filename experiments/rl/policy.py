@@ -22,6 +22,8 @@ from jaxtyping import Bool, Float
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.gating import GATINGS
+from relibra_jax.execution.node_streams import shift_tokens
+from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelConfig
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 
@@ -103,7 +105,11 @@ def make_agent(policy: LanguageModel, mesh: Mesh, *, critic: bool) -> Agent:
 
 
 def token_values(
-    critic: ValueHead, hidden: Float[Array, "B T D"], used: Bool[Array, "B T"] | None = None
+    critic: ValueHead,
+    hidden: Float[Array, "B T D"],
+    used: Bool[Array, "B T"] | None = None,
+    *,
+    parallel: ExpertParallel,
 ) -> Float[jax.Array, "B T"]:
     """Compute the value of the state before each token.
 
@@ -112,16 +118,16 @@ def token_values(
         hidden: the hidden vectors of `relibra_jax.models.ModelOutput`.
         used: True on the tokens whose values are needed. All others get the value 0 and no gradient, even if the critic
             returns NaN for them. None needs all tokens.
+        parallel: the mesh over whose ranks the sequences are sharded.
 
     Returns:
         The values, float32. Entry t belongs to token t and comes from the hidden vector of token t - 1. It is 0 for the
         first token of a sequence. In packed sequences, the entry of a sample's first token is meaningless.
     """
-    before = hidden[:, :-1]
     if used is None:
-        values = critic(before)
+        values = critic(hidden)
     else:
         # Both selections are needed: NaN times a gradient of 0 is NaN.
-        selected = jnp.asarray(used)[:, 1:]
-        values = jnp.where(selected, critic(jnp.where(selected[..., None], before, 0)), 0)
-    return jnp.pad(values, [(0, 0), (1, 0)])
+        selected = shift_tokens(used, -1, parallel=parallel)
+        values = jnp.where(selected, critic(jnp.where(selected[..., None], hidden, 0)), 0)
+    return shift_tokens(values, 1, parallel=parallel)

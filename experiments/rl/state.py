@@ -77,7 +77,7 @@ class State:
             key=planning,
             cost=price_of(config.price, config.model_config, mesh, recompute=config.routing == "rollout"),
             assign=config.assign,
-            sequences="packed" if config.pack_sequences else "padded",
+            sequences="split" if config.split_samples else "packed" if config.pack_sequences else "padded",
             memory_kind=config.batch_memory,
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
@@ -148,6 +148,7 @@ def run_sizes(config: Train) -> RunSizes:
         shard_dense=config.shard_dense,
         moments=config.moments,
         micro_batches=config.micro_batches,
+        split=config.split_samples,
         sequences=samples // (config.updates * config.micro_batches),
         length=tokens,
         samples=config.samples_at_once // config.num_ranks,

@@ -164,7 +164,9 @@ def recompute(
         output, log_probs = _run(agent.policy, one, layers, batch.parallel, temperature)
         load = _count_load(output, one.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
-        values = None if agent.critic is None else token_values(agent.critic, output.hidden)
+        values = None
+        if agent.critic is not None:
+            values = token_values(agent.critic, output.hidden, parallel=batch.parallel)
         return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
 
     output = jax.lax.scan(run_micro_batch, None, jnp.arange(len(samples.tokens)))[1]
@@ -228,7 +230,7 @@ def update(
         critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
             weights, returns, old_values = samples.critic
-            values = token_values(agent.critic, output.hidden, weights > 0)
+            values = token_values(agent.critic, output.hidden, weights > 0, parallel=batch.parallel)
             critic_loss = value_loss(values, old_values, returns, weights, clip=critic.clip)
             factor = critic.factor
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)

@@ -145,7 +145,10 @@ class RoutingReplay(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The samples that each rank holds in each micro-batch."""
+    """The samples that each rank holds in each micro-batch.
+
+    With split sequences (`relibra_jax.routing.node_streams`), all ranks of a node share the samples of all of them.
+    """
 
     sample: Int[Array, "M N G b"]
     """Indices of samples of the batch; EMPTY for none."""
@@ -297,7 +300,8 @@ class Price:
     fetches: str = field(default="ragged", metadata={"static": True})
     """The exchange of replicas."""
     sequences: str = field(default="packed", metadata={"static": True})
-    """``packed`` if sequences hold several samples one after another, ``padded`` if they hold one sample each."""
+    """``packed`` if sequences hold several samples one after another, ``padded`` if they hold one sample each, and
+    ``split`` if the local ranks of a node share its samples (`relibra_jax.routing.node_streams`)."""
     striped: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node deal their tokens to each other before dispatch. The load of a plan then says which
     rank dispatches a token copy (`relibra_jax.routing.striping`)."""
@@ -310,6 +314,12 @@ class Price:
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
+
+    @property
+    def even_ranks(self) -> bool:
+        """Whether every rank dispatches a like mixture of its node's tokens, as with striped layers or split
+        sequences. Until tokens have their places, loads are then split evenly over the ranks of a node."""
+        return self.striped or self.sequences == "split"
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

@@ -29,8 +29,9 @@ ACCUMULATOR_BYTES: Final = 4
 """Bytes of one gradient that is summed over micro-batches: float32."""
 STATE_BYTES: Final = 12
 """Bytes of one parameter that changes home: a float32 master weight and two float32 Adam moments."""
-SEQUENCES: Final = ("packed", "padded")
-"""The layouts of samples in sequences: several samples in a sequence, or every sample in one of its own."""
+SEQUENCES: Final = ("packed", "padded", "split")
+"""The layouts of samples in sequences: several samples in a sequence, every sample in one of its own, or the samples of
+a node in a sequence that its local ranks share."""
 
 
 class Passes(NamedTuple):
@@ -113,8 +114,8 @@ class CostModel:
     `relibra_jax.nnx.Balancer` and `relibra_jax.evaluation` replace None by their choice. Elsewhere None is False."""
     sequences: str = AUTO
     """``packed`` if sequences hold several samples, as with ``Balancer(sequences="packed")``. ``padded`` if every
-    sample has a sequence of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs
-    padded sequences."""
+    sample has a sequence of its own, padded to the longest. ``split`` if the local ranks of a node share its samples.
+    ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs others."""
     updates: int = 1
     """The number of optimizer updates in a batch, among which its micro-batches are divided."""
     recompute: bool = False
@@ -220,8 +221,10 @@ class CostModel:
         # the gradient and writes the weight.
         resident, stepped = number + ACCUMULATOR_BYTES, 2 * STATE_BYTES + ACCUMULATOR_BYTES + number
         owned = topology.home_slots * expert / self.shards + dense / (self.shards * topology.num_ranks)
+        # Split sequences gather the keys and values of the other ranks of a node in every pass.
+        gathered = number * model.cache_width * (local - 1) / fast if run.sequences == "split" else 0.0
         return Price(
-            token=self.scale * passes.compute * 2.0 * dense / flops,
+            token=self.scale * passes.compute * (2.0 * dense / flops + gathered),
             pair=self.scale * self.stretch * passes.compute * model.attention_width / flops,
             copy=self.scale * passes.compute * 2.0 * expert / flops,
             crossing=sent / slow,

@@ -3,8 +3,8 @@
 A sample that is not split is on one rank, and the other ranks of its micro-batch wait for it. `least_waits` bounds what
 any packing of whole samples leaves. `split_waits` models what would be left if the ranks of a node shared the longest
 samples, as context parallelism does: every rank has an equal part of the queries, and gathers the keys and values of
-the whole sample inside the node in each layer. The layers of this library do not split samples; the price tells when a
-model whose attention can (ring attention, arXiv 2310.01889) would gain from it.
+the whole sample inside the node in each layer. ``Balancer(sequences="split")`` does so with all samples of a node
+(`relibra_jax.routing.node_streams`); other trainers have context parallelism (ring attention, arXiv 2310.01889).
 """
 
 import heapq

@@ -92,7 +92,7 @@ def sample_attention(lengths: Float[Array, "*samples"], cost: Price) -> Float[ja
         lengths: the number of tokens of each sample.
         cost: the price.
     """
-    return jnp.float32(cost.pair if cost.sequences == "packed" else 0.0) * lengths**2
+    return jnp.float32(0.0 if cost.sequences == "padded" else cost.pair) * lengths**2
 
 
 @checks_arguments
@@ -122,6 +122,12 @@ def attention_time(
         seconds = sample.shape[-1] * (cost.token * length + cost.pair * length**2)
         return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * length
     own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])
+    if cost.sequences == "split":  # the ranks of a node share its tokens and their attention evenly
+        local = sample.shape[2]
+        own = own.reshape(*own.shape[:2], 1, -1)
+        positions = own.sum(-1).max() / local
+        seconds = cost.token * positions + sample_attention(own, cost).sum(-1) / local
+        return jnp.broadcast_to(seconds, sample.shape[:3]), positions
     positions = own.sum(-1).max()
     return jnp.asarray(cost.token * positions + sample_attention(own, cost).sum(-1)), positions
 

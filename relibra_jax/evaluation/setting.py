@@ -74,8 +74,8 @@ def make_setting(
 
     Raises:
         ValueError: if the settings do not fit each other or the trace; a name is unknown; a number is out of its range;
-            the topology has fewer experts than the trace; a layer takes more than `COST_MAX` seconds; or the resident
-            slots do not fit the memory of a rank.
+            the topology has fewer experts than the trace; a layer takes more than `COST_MAX` seconds; the resident
+            slots do not fit the memory of a rank; or a `CostModel` is of split sequences.
 
     >>> from relibra_jax.evaluation import Ranks
     >>> from relibra_jax.traces.read import read_trace
@@ -86,6 +86,8 @@ def make_setting(
     """
     batches = make_batches(trace, batching, topology)
     cost_model = cost if isinstance(cost, CostModel) else _scaled_model(cost, trace, batches, topology)
+    if cost_model.sequences == "split":
+        raise ValueError("cost: sequences='split' cannot be compared here, only planned for; use 'packed'")
     if topology.resident_slots:
         check_rank_memory(topology, cost_model.model, cluster=cost_model.cluster, shards=cost_model.shards)
     return Setting(batches, topology, cost_model, batching.seed)

@@ -92,6 +92,10 @@ class ExpertParallel:
     if its first batch takes less time so. Layers themselves take None for False."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
+    split_sequences: bool = False
+    """Whether the local ranks of a node hold the chunks of one stream of samples, whose attention gathers keys and
+    values inside the node: `relibra_jax.routing.node_streams`. A `relibra_jax.nnx.Balancer` sets it for its batches, if
+    it has ``sequences="split"``."""
     check_rows: bool = False
     """Whether every token copy carries its expert's number, so that a layer counts the rows that reach the slot of
     their expert. If a count differs from the plan's quota, the output is NaN. It costs a small exchange per layer."""

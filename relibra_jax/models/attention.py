@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys
+from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys, split_attention
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 
@@ -96,19 +96,18 @@ class Attention(nnx.Module):
 
     def _attend(self, query, key, value, segments, parallel):
         """Attend inside whole sequences. No array has an entry for every pair of tokens of more than one block."""
+        tokens = parallel.token_spec
+        on_ranks = functools.partial(jax.shard_map, mesh=parallel.mesh, in_specs=tokens, out_specs=tokens)
+        if parallel.split_sequences:
+            if segments is None:
+                raise ValueError("split sequences need the sample of each token: pass PreparedBatch.packing")
+            return on_ranks(split_attention)(query, key, value, segments)
         implementation = attention_implementation(self.config, parallel)
         length = query.shape[1]
         if length > BLOCK and (implementation == "xla" or segments is not None):
             # JAX has no public way to give cuDNN samples inside sequences other than a mask for all pairs of tokens.
             # Each rank runs loops of its own, because their lengths depend on its samples.
-            tokens = parallel.token_spec
-            attend = jax.shard_map(
-                functools.partial(block_attention, block=BLOCK),
-                mesh=parallel.mesh,
-                in_specs=tokens,
-                out_specs=tokens,
-            )
-            return attend(query, key, value, segments)
+            return on_ranks(functools.partial(block_attention, block=BLOCK))(query, key, value, segments)
         mask = None
         if segments is not None:
             mask = first_keys(segments)[:, None, :, None] <= jnp.arange(length)[None, None, None]

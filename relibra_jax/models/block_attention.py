@@ -5,6 +5,9 @@ of keys at a time. The backward pass computes the weights again, from the saved 
 hold the scores of one block of queries and one block of keys. Pairs of blocks in which no token attends to another are
 skipped: those above the diagonal, and those of different samples. Packed attention therefore takes time in proportion
 to the sum of the squared lengths of the samples.
+
+If sequences are split (`relibra_jax.routing.node_streams`), every rank has some blocks of the queries of its node's
+stream, and gathers all keys and values of the node.
 """
 
 import functools
@@ -16,6 +19,8 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.mesh import vary_over, varying_axes
+from relibra_jax.execution.node_streams import gather_stream, own_chunks
+from relibra_jax.routing.node_streams import chunk_length
 
 BLOCK: Final = 512
 """The number of tokens of a block. On two CPU cores, blocks of 256 take a tenth to a half less time at 2,048 and 4,096
@@ -61,8 +66,44 @@ def block_attention(
     # The tokens that fill the last block attend to each other alone.
     first = split(first[..., None], padding=tokens)[..., 0]
     grouped = query.reshape(samples, length, key.shape[2], -1, width)
-    output = jnp.moveaxis(_attend(split(grouped), split(key), split(value), first), -2, 1)
+    numbers = jnp.arange(blocks)
+    output = jnp.moveaxis(_attend(split(grouped), split(key), split(value), first, numbers), -2, 1)
     return output.reshape(-1, heads, width)[:tokens].reshape(query.shape)
+
+
+def split_attention(
+    query: Float[jax.Array, "1 T heads width"],
+    key: Float[jax.Array, "1 T kv_heads width"],
+    value: Float[jax.Array, "1 T kv_heads width"],
+    segments: Int[jax.Array, "1 T"],
+) -> Float[jax.Array, "1 T heads width"]:
+    """Apply causal attention to the stream of a node, of which this rank has some chunks, inside `jax.shard_map`.
+
+    Keys and values of the node's ranks are gathered in their own dtype, and the gradients of a rank's keys and values
+    are summed over the ranks in it. A rank holds those of the whole stream while it computes.
+
+    Args:
+        query: the queries of the rank's tokens, as in `block_attention`.
+        key: the keys.
+        value: the values.
+        segments: the sample of each token; EMPTY on padding.
+
+    Returns:
+        The weighted means of the values for the rank's tokens, as in `block_attention`.
+    """
+    length = query.shape[1]
+    block = chunk_length(length)
+
+    def split(x):
+        """Convert ``[tokens, ..., d]`` to blocks ``[n, ..., block, d]``."""
+        return jnp.moveaxis(x.reshape(-1, block, *x.shape[1:]), 1, -2)
+
+    numbers = own_chunks(length)
+    first = first_keys(gather_stream(segments[0])[None]).reshape(-1, block)[numbers]
+    grouped = query.reshape(length, key.shape[2], -1, query.shape[-1])
+    keys, values = (split(gather_stream(array[0])) for array in (key, value))
+    output = _attend(split(grouped), keys, values, first, numbers)
+    return jnp.moveaxis(output, -2, 1).reshape(query.shape)
 
 
 def first_keys(segments: Int[Array, "B T"]) -> Int[jax.Array, "B T"]:
@@ -82,12 +123,15 @@ def first_keys(segments: Int[Array, "B T"]) -> Int[jax.Array, "B T"]:
 
 
 @jax.custom_vjp
-def _attend(query, key, value, first):
-    """Attend in n blocks: ``query[n, h, g, block, d]``, ``key[n, h, block, d]``, ``first[n, block]``."""
-    return _forward(query, key, value, first)[0]
+def _attend(query, key, value, first, numbers):
+    """Attend in blocks: ``query[n, h, g, block, d]``, ``first[n, block]``, ``key[m, h, block, d]``.
+
+    The n blocks of queries are those with these ``numbers[n]`` among the m blocks of tokens.
+    """
+    return _forward(query, key, value, first, numbers)[0]
 
 
-def _forward(query, key, value, first):
+def _forward(query, key, value, first, numbers):
     axes = varying_axes(query)
 
     def of_block(inputs):
@@ -113,12 +157,12 @@ def _forward(query, key, value, first):
         output, total, largest = jax.lax.fori_loop(0, _steps(number, first), step, start)
         return (output / total[..., None]).astype(query.dtype), largest + jnp.log(total)
 
-    output, log_sum = jax.lax.map(of_block, (jnp.arange(len(query)), query, first))
-    return output, (query, key, value, first, output, log_sum)
+    output, log_sum = jax.lax.map(of_block, (numbers, query, first))
+    return output, (query, key, value, first, numbers, output, log_sum)
 
 
 def _backward(saved, gradient):
-    query, key, value, first, output, log_sum = saved
+    query, key, value, first, numbers, output, log_sum = saved
     axes = varying_axes(query)
 
     def of_block(sums, inputs):
@@ -142,9 +186,9 @@ def _backward(saved, gradient):
         return tuple(sums), of_query.astype(query.dtype)
 
     sums = tuple(vary_over(jnp.zeros(array.shape, jnp.float32), axes) for array in (key, value))
-    blocks = (jnp.arange(len(query)), query, first, output, log_sum, gradient)
+    blocks = (numbers, query, first, output, log_sum, gradient)
     (of_key, of_value), of_query = jax.lax.scan(of_block, sums, blocks)
-    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array, check_shape
 from relibra_jax.execution.mesh import vary_over, varying_axes
+from relibra_jax.execution.node_streams import shift_tokens
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models.language_model import LanguageModel, head_logits
 from relibra_jax.nnx import SequencePacking
@@ -77,8 +78,9 @@ def token_log_probs(
         rows = hidden.reshape(-1, hidden.shape[-1])
         return _in_chunks(rows, next_tokens.ravel(), head, temperature).reshape(next_tokens.shape)
 
-    of_next = on_rank(hidden[:, :-1], tokens[:, 1:], weights[...])
-    of_tokens = jnp.pad(of_next, [(0, 0), (1, 0)])
+    # A hidden state stays on its rank: the token after it, and then its log-probability, may be on another one.
+    of_next = on_rank(hidden, shift_tokens(tokens, -1, parallel=parallel), weights[...])
+    of_tokens = shift_tokens(of_next, 1, parallel=parallel)
     return of_tokens if packing is None else jnp.where(jnp.asarray(packing.positions) == 0, 0, of_tokens)
 
 

@@ -13,12 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Bool, Float, Int, PRNGKeyArray, PyTree
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
@@ -65,6 +65,7 @@ from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import (
     check_plans,
     count_on_host,
+    load_of_sequences,
     load_on_host,
     plan_on_host,
     to_host,
@@ -82,11 +83,15 @@ from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.routing.exchange_rules import Way
-from relibra_jax.routing.sequence_packing import lay_out_sequences
+from relibra_jax.routing.node_streams import lay_out_streams
+from relibra_jax.routing.sequence_packing import SequenceLayout, lay_out_sequences
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 from relibra_jax.support.programs import announce_compilation
+
+LAYOUTS: Final = {"packed": lay_out_sequences, "split": lay_out_streams}
+"""The layouts of sequences that hold several samples."""
 
 
 class _Planned(NamedTuple):
@@ -101,6 +106,8 @@ class _Planned(NamedTuple):
     prices: Sequence[Price]
     plans: Sequence[BatchPlan]
     """The plan of each stage."""
+    layouts: Sequence[SequenceLayout]
+    """The sequences of each stage; none if they are padded."""
     state: PyTree
     """The planner's state after the batch."""
     next_key: PRNGKeyArray
@@ -129,8 +136,11 @@ class Balancer:
             order, or packed by length in packed sequences.
         sequences: ``padded`` gives every sample a sequence of its own. ``packed`` puts several samples in a sequence,
             one after another. Padding is then at most 5% of the positions where the sample lengths allow it
-            (`relibra_jax.routing.sequence_packing`). With packed sequences, samples must be aligned to the left, and
-            the model needs `PreparedBatch.packing`.
+            (`relibra_jax.routing.sequence_packing`). ``split`` puts the samples of a node in one sequence, which its
+            local ranks share evenly, so that no rank waits for another's long sample
+            (`relibra_jax.routing.node_streams`). With packed and split sequences, samples must be aligned to the left,
+            and the model needs `PreparedBatch.packing`. With split ones, its attention must also reach all tokens of a
+            node, as that of `relibra_jax.models.LanguageModel` does.
         memory_kind: the memory of a batch's sequences and tables. With ``pinned_host`` they stay on the host, and
             `relibra_jax.nnx.accumulate_gradients` copies one micro-batch at a time to the devices. Other programs do
             so with `relibra_jax.execution.memory.take`. For a large batch this saves gigabytes of device memory.
@@ -179,6 +189,7 @@ class Balancer:
             raise ValueError(f"cost={cost!r} must be a CostModel, 'balance', or None to derive one")
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
+        parallel = dataclasses.replace(parallel, split_sequences=sequences == "split")
         self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
         self._given, self.memory_kind = parallel, memory_kind
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
@@ -216,7 +227,7 @@ class Balancer:
         topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
         # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
         options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
-        return dataclasses.replace(self.parallel, topology=topology, **options)
+        return dataclasses.replace(self.parallel, topology=topology, split_sequences=False, **options)
 
     @property
     def state(self) -> BalancerState:
@@ -291,7 +302,7 @@ class Balancer:
                 balancer's, experts are not at their homes, a parameter is not finite, the processes computed different
                 plans, or the plan breaks a rule. Nothing has moved then.
             ValueError: also if the counts do not belong to their lengths, sampled routes or replay, or if layers that
-                are striped or run in pieces are to be planned from counts alone.
+                are striped or run in pieces, or split sequences, are to be planned from counts alone.
             relibra_jax.execution.migration.MoveError: if experts cannot be moved, for example because memory runs out
                 (`relibra_jax.nnx.reorder_experts`).
         """
@@ -508,6 +519,7 @@ class Balancer:
                 planned.parallel,
                 top_k=planned.top_k,
                 lengths=planned.batch.lengths,
+                layouts=planned.layouts,
             )
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
@@ -553,7 +565,7 @@ class Balancer:
             batch = count_on_host(replay, self.planner, topology, prices)
         if replay is None:
             check_plans_from_counts(self.parallel, top_k)
-        elif self.sequences == "packed":
+        elif self.sequences != "padded":
             check_aligned_left(np.asarray(replay.mask))
         next_key, key = jax.random.split(self._key)
         search = functools.partial(self._search, batch, stages, updates, key)
@@ -563,11 +575,36 @@ class Balancer:
         topology, searched_striped = self.parallel.topology, prices[0].striped
         prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(top_k)
-        if parallel.is_striped or searched_striped:
-            plans = load_on_host(plans, replay, batch, topology, striped=parallel.is_striped)
+        layouts, striped = self._lay_out(plans, np.asarray(batch.lengths), parallel), parallel.is_striped
+        if self.sequences == "split":
+            assert replay is not None
+            plans = load_of_sequences(plans, replay, layouts, topology, striped=striped)
+        elif striped or searched_striped:
+            plans = load_on_host(plans, replay, batch, topology, striped=striped)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
-        return _Planned(replay, batch, top_k, parallel, stages, prices, plans, state, next_key, seconds)
+        return _Planned(
+            replay, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
+        )
+
+    def _lay_out(
+        self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
+    ) -> tuple[SequenceLayout, ...]:
+        """Lay out the samples of all stages in sequences of the shapes of earlier batches, where they fit."""
+        if self.sequences == "padded":
+            return ()
+        layouts = []
+        for plan in plans:
+            shape = stage_shape(plan, parallel)
+            layout = LAYOUTS[self.sequences](
+                plan.assignment,
+                lengths,
+                shape=self._sequence_shapes.get(shape),
+                align=parallel.aligned_positions,
+            )
+            self._sequence_shapes[shape] = layout.shape
+            layouts.append(layout)
+        return tuple(layouts)
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -644,15 +681,7 @@ class Balancer:
         num_tokens = int(lengths.max(initial=0) if length is None else length)
         if planned.replay is not None:
             num_tokens = planned.replay.mask.shape[1]
-        layout, model_times = None, None
-        if self.sequences == "packed":
-            layout = lay_out_sequences(
-                plan.assignment,
-                lengths,
-                shape=self._sequence_shapes.get(shape),
-                align=parallel.aligned_positions,
-            )
-            self._sequence_shapes[shape] = layout.shape
+        layout, model_times = planned.layouts[number] if planned.layouts else None, None
         sequences = batch_sequences(
             plan.assignment,
             layout,

@@ -25,6 +25,7 @@ from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
 from relibra_jax.routing.sizes import (
     Capacities,
     ExchangeSizes,
@@ -149,6 +150,7 @@ def count_sizes(
     *,
     top_k: int,
     lengths: Integer[Array, " B"],
+    layouts: Sequence[SequenceLayout] = (),
 ) -> BufferSizes:
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
@@ -160,18 +162,22 @@ def count_sizes(
         parallel: the mesh, topology and exchanges with which layers execute the plans.
         top_k: K, the number of experts of a token.
         lengths: the number of real tokens of each sample.
+        layouts: the sequences of each stage, which are read only if sequences are split.
     """
     begin, topology = time.perf_counter(), parallel.topology
     crosses, how = parallel.is_hierarchical(top_k), {"striped": parallel.is_striped}
     grown = dict(capacities)
     visits: list[Int[np.ndarray, "M L P N"] | None] = []
-    for plan in plans:
+    for number, plan in enumerate(plans):
         shape, of_pieces = stage_shape(plan, parallel), list[Any]()
         sizes = grown.get(shape, first_sizes(parallel))
         with on_host():
             pieces: Sequence[tuple[RoutingReplay | None, BatchPlan]] = [(None, plan)]
             if replay is not None:
-                pieces = split_plan(replay, plan, topology, pieces=parallel.pieces, **how)
+                whole, whole_plan = replay, plan
+                if parallel.split_sequences:
+                    whole, whole_plan = in_sequences(replay, plan, layouts[number])
+                pieces = split_plan(whole, whole_plan, topology, pieces=parallel.pieces, **how)
             for part, part_plan in pieces:
                 visited = None
                 if crosses and part is not None:

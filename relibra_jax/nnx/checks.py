@@ -157,6 +157,11 @@ def check_counts(batch: Batch, replay: RoutingReplay | None, *, num_experts: int
 
 def check_plans_from_counts(parallel: ExpertParallel, top_k: int) -> None:
     """Raise ValueError if layers run in a way whose loads do not follow from the counts of samples."""
+    if parallel.split_sequences:
+        raise ValueError(
+            f"counts alone do not say which of {parallel.topology.ranks_per_node} ranks of a node holds a token of"
+            " split sequences: pass the replay too, or set sequences='packed'"
+        )
     if parallel.with_striping(top_k).is_striped:
         raise ValueError(
             f"counts alone do not say which of {parallel.topology.ranks_per_node} ranks of a node dispatches a token of"
@@ -198,7 +203,7 @@ def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
         sample, token = np.argwhere(gaps)[0].tolist()
         raise ValueError(
             f"sample {sample}: token {token + 1} is real, but token {token} before it is padding;"
-            " sequences='packed' needs samples that are aligned to the left"
+            " several samples in a sequence must be aligned to the left"
         )
 
 

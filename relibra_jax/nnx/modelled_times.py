@@ -12,7 +12,6 @@ import jax
 from jaxtyping import Int
 
 from relibra_jax.contract.plan import expert_totals
-from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, balanced_time
 from relibra_jax.nnx.stage_plans import on_host
@@ -20,7 +19,7 @@ from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import Stage, first_assignment
 from relibra_jax.planning.plan_price import estimate_time
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.routing.striping import split_evenly
+from relibra_jax.routing.striping import planned_load
 
 
 class ModelledTimes(NamedTuple):
@@ -72,9 +71,7 @@ def _model_stage(
     topology: Topology,
     moves: bool,
 ) -> ModelledTimes:
-    load = assigned_load(batch.sample_load, start)
-    if price.striped:
-        load = split_evenly(load)
+    load = planned_load(batch.sample_load, start, price)
     staying = BatchPlan(start, load, without_replicas(expert_totals(load), previous_home, topology))
 
     def model(plan: BatchPlan) -> BatchTime:

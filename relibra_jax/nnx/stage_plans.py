@@ -20,6 +20,8 @@ from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.plan_batch import Stage, plan_batch
+from relibra_jax.routing.pieces import dispatched_load
+from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
 from relibra_jax.routing.striping import with_striped_load
 
 ROUNDS: Final = 4
@@ -138,6 +140,32 @@ def load_on_host(
         else:
             loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
     return tuple(jax.device_get(loaded))
+
+
+def load_of_sequences(
+    plans: Sequence[BatchPlan],
+    replay: RoutingReplay,
+    layouts: Sequence[SequenceLayout],
+    topology: Topology,
+    *,
+    striped: bool,
+) -> tuple[BatchPlan, ...]:
+    """Give plans the exact load of the tokens that each rank has in its sequences, on the host.
+
+    Args:
+        plans: the plan of each stage, searched with an estimate of the load.
+        replay: the routing of all samples.
+        layouts: the sequences of each stage.
+        topology: the expert-parallel group.
+        striped: whether layers are striped.
+    """
+    loads = []
+    with on_host():
+        for plan, layout in zip(plans, layouts, strict=True):
+            in_place, placed = in_sequences(replay, plan, layout)
+            loads.append(dispatched_load(in_place, placed.assignment, topology, striped=striped))
+    pairs = zip(plans, jax.device_get(loads), strict=True)
+    return tuple(plan._replace(load=load) for plan, load in pairs)
 
 
 def check_plans(

@@ -93,12 +93,45 @@ def order_for_groups(seconds: Float[Array, " M"], groups: int) -> Int[jax.Array,
     return jnp.where(after < 0.999 * before, new_order, order)
 
 
+def nodes_as_ranks(
+    placement: Placement, topology: Topology, assignment: Assignment
+) -> tuple[Placement, Topology, Assignment]:
+    """Return a placement, topology and assignment in which every node is a single rank.
+
+    Samples are assigned to them if the local ranks share the samples of their node
+    (`relibra_jax.routing.node_streams`). Replicas are left out, which do not matter to the assignment.
+
+    Args:
+        placement: the homes and residents.
+        topology: the expert-parallel group.
+        assignment: the samples of each rank.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
+    >>> placement = Placement.without_residents(jnp.array([[0, 1]]), topology)
+    >>> nodes_as_ranks(placement, topology, Assignment(jnp.array([[[[0], [1]]]])))[2].sample.tolist()
+    [[[[0, 1]]]]
+    """
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    merged = Topology(
+        num_nodes=nodes,
+        ranks_per_node=1,
+        num_experts=topology.num_experts,
+        replica_slots=0,
+        resident_slots=local * topology.resident_slots,
+    )
+    resident = jnp.asarray(placement.resident)
+    placement = placement._replace(resident=resident.reshape(len(resident), nodes, 1, -1))
+    sample = jnp.asarray(assignment.sample)
+    return placement, merged, Assignment(sample.reshape(len(sample), nodes, 1, -1))
+
+
 @runtime_checkable
 class Assign(Protocol):
     """Assign the samples of a batch, or of one stage of it, to the positions of ``start``.
 
     ``start`` has all samples, and is the result of the round before. The function must be hashable, and the same object
-    from batch to batch, or every batch compiles again. ``key`` is None if the caller of `plan_batch` gave none.
+    from batch to batch, or every batch compiles again. ``key`` is None if the caller of `plan_batch` gave none. If
+    sequences are split, each node is a single rank of the topology (`nodes_as_ranks`).
     """
 
     def __call__(

@@ -134,7 +134,9 @@ def plan_batch(
         cost: the price, from `relibra_jax.cost.CostModel.price`, or one for each stage: with ``updates=0,
             recompute=True`` for a recompute, and ``updates=1, recompute=False`` for an update. Moves are counted once,
             and residents are pushed in all updates together. A striped price plans for striped layers
-            (``ExpertParallel(striped=True)``). The default pays for balance alone, and therefore places no residents.
+            (``ExpertParallel(striped=True)``). A price of split sequences assigns samples to nodes, and splits the load
+            of a node evenly over its ranks, until `relibra_jax.routing.node_streams` lays out its tokens. The default
+            pays for balance alone, and therefore places no residents.
         assign: the function that assigns samples to micro-batches and ranks, for example `assign_samples`. Pass the
             same object for every batch, or every batch compiles again. None keeps the first assignment.
         key: random key for ``assign``, consumed.

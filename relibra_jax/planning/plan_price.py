@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime, batch_time, rest_time
 from relibra_jax.cost.copies import moves_of_layers, push_time
@@ -24,7 +23,7 @@ from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.even_pairs import even_pairs
 from relibra_jax.planning.routes import place_routes
 from relibra_jax.planning.visit_estimates import estimate_visits, tokens_of_ranks
-from relibra_jax.routing.striping import split_evenly
+from relibra_jax.routing.striping import planned_load
 
 PRICED: Final = 8
 """The most micro-batches of a data-parallel group that are priced, evenly spaced."""
@@ -119,10 +118,9 @@ def price_unloaded(
 ) -> Float[jax.Array, ""]:
     """Estimate the modelled seconds of a batch as `price_stages` does, whatever the plans' loads are.
 
-    The loads are computed anew, striped or not as the prices say. Moves are not counted.
+    The loads are computed anew, as the prices say. Moves are not counted.
     """
-    loads = [assigned_load(batch.sample_load, stage.assignment) for stage in stages]
-    loads = [split_evenly(load) if prices[0].striped else load for load in loads]
+    loads = [planned_load(batch.sample_load, stage.assignment, prices[0]) for stage in stages]
     stages = [stage._replace(load=load) for stage, load in zip(stages, loads, strict=True)]
     return price_stages(stages, batch, topology, prices, previous_home=None).total
 
@@ -191,7 +189,7 @@ def _visits(
         return None
     routes = None if batch.routes is None else place_routes(batch.routes, batch_plan.assignment)
     tokens = tokens_of_ranks(batch_plan.assignment, batch.lengths)
-    return estimate_visits(batch_plan.plan, batch_plan.load, tokens, routes, topology, striped=price.striped)
+    return estimate_visits(batch_plan.plan, batch_plan.load, tokens, routes, topology, even=price.even_ranks)
 
 
 def _chosen(micro_batches: int, groups: int) -> Int[np.ndarray, " some"]:

@@ -119,7 +119,7 @@ def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.
     tokens = _tokens(request)
     visits = None
     if price.hierarchical:
-        visits = estimate_visits(plan, request.load, tokens, request.routes, topology, striped=price.striped)
+        visits = estimate_visits(plan, request.load, tokens, request.routes, topology, even=price.even_ranks)
     # The time of attention between the tokens of a sample comes on top; the choice is on the safe side.
     attention = jnp.broadcast_to(price.token * tokens.max(), tokens.shape)
     ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=even_pairs(plans, topology))

@@ -19,16 +19,15 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
-from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
-from relibra_jax.planning.assignment import Assign
+from relibra_jax.planning.assignment import Assign, nodes_as_ranks
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_price import StagePrice, price_stages
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
 from relibra_jax.planning.visit_estimates import tokens_of_ranks
-from relibra_jax.routing.striping import split_evenly
+from relibra_jax.routing.striping import planned_load
 
 
 @functools.partial(
@@ -303,9 +302,7 @@ def _request(
 ) -> tuple[list[Int[jax.Array, "M L N G E"]], PlanRequest]:
     """Return the load of each stage, and all that the planner may look at."""
     batch = problem.batch
-    loads = [assigned_load(batch.sample_load, each) for each in assignments]
-    if problem.prices[0].striped:
-        loads = [split_evenly(load) for load in loads]
+    loads = [planned_load(batch.sample_load, each, problem.prices[0]) for each in assignments]
     routes = None
     if batch.routes is not None:
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
@@ -359,14 +356,19 @@ def _assign_stages(
     assert problem.assign is not None
     assignments = []
     for stage, samples, price in zip(latest, problem.samples, problem.prices, strict=True):
+        topology, start = problem.topology, shift_samples(stage, -samples.start)
+        placed = placement
+        if price.sequences == "split":
+            placed, topology, start = nodes_as_ranks(placement, topology, start)
         assignment = problem.assign(
             _samples_of(problem.batch, samples),
-            placement,
-            problem.topology,
-            start=shift_samples(stage, -samples.start),
+            placed,
+            topology,
+            start=start,
             price=price,
             key=problem.key,
         )
+        assignment = Assignment(assignment.sample.reshape(stage.sample.shape))
         assignments.append(shift_samples(assignment, samples.start))
     return tuple(assignments)
 

@@ -1,5 +1,6 @@
 """The assignment of samples from which the plan of a batch starts."""
 
+import dataclasses
 from typing import Final
 
 import jax
@@ -29,7 +30,8 @@ def start_assignment(
     many on every rank. Packed sequences start from samples packed by tokens (`relibra_jax.planning.sample_packing`),
     or with long samples together (`relibra_jax.planning.level_packing`) where that saves `LEAST_GAIN` of the time in
     attention. The latter never needs more memory: its fullest rank has at most as many tokens. Long
-    samples are dealt to all data-parallel groups.
+    samples are dealt to all data-parallel groups. For split sequences, samples are packed in
+    the same way into nodes.
 
     Args:
         lengths: the number of tokens of each sample. Traced lengths are packed by tokens.
@@ -46,6 +48,8 @@ def start_assignment(
     """
     if price.sequences == "padded":
         return assign_in_order(len(lengths), topology, num_micro_batches=num_micro_batches)
+    if price.sequences == "split":
+        return _pack_nodes(lengths, topology, num_micro_batches, price)
     by_tokens = pack_samples(lengths, topology, num_micro_batches=num_micro_batches)
     if isinstance(lengths, jax.core.Tracer):
         return by_tokens
@@ -64,6 +68,20 @@ def start_assignment(
         return by_tokens
     old, new = (_for_groups(packing, lengths, price) for packing in (by_tokens, by_level))
     return new[1] if new[0] < (1 - LEAST_GAIN) * old[0] else old[1]
+
+
+def _pack_nodes(
+    lengths: Int[Array, " B"], topology: Topology, num_micro_batches: int, price: Price
+) -> Assignment:
+    """Pack samples into nodes, as if each were a rank; the entries of its ranks together are those of the node."""
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    merged = dataclasses.replace(topology, ranks_per_node=1)
+    whole = dataclasses.replace(price, sequences="packed")
+    packed = start_assignment(lengths, merged, num_micro_batches=num_micro_batches, price=whole).sample
+    room = -(-packed.shape[-1] // local)
+    missing = ((0, 0),) * 3 + ((0, local * room - packed.shape[-1]),)
+    pad = jnp.pad if isinstance(packed, jax.Array) else np.pad
+    return Assignment(pad(packed, missing, constant_values=EMPTY).reshape(-1, nodes, local, room))
 
 
 def _for_groups(packing: Assignment, lengths: Int[Array, " B"], price: Price) -> tuple[float, Assignment]:

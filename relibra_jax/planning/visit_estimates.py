@@ -32,7 +32,7 @@ def estimate_visits(
     routes: PlacedRoutes | None,
     topology: Topology,
     *,
-    striped: bool,
+    even: bool,
 ) -> Float[jax.Array, "M L P N"]:
     """Estimate the tokens that each rank sends to each node. Works under jit.
 
@@ -42,7 +42,7 @@ def estimate_visits(
         tokens: the number of tokens on each rank.
         routes: the routes of sampled tokens. Without them, the experts of a token are taken to be independent.
         topology: the expert-parallel group.
-        striped: whether the ranks of a node deal their tokens to each other.
+        even: whether the ranks of a node dispatch like mixtures of its tokens (`Price.even_ranks`).
 
     Returns:
         The tokens. The entry of a rank's own node counts all tokens of the rank.
@@ -54,8 +54,8 @@ def estimate_visits(
         top_k = supply[:, :1].sum() / jnp.maximum(tokens.sum(), 1)
         share = _share_of_loads(supply, served, top_k, topology)
     else:
-        share = _share_of_routes(routes, supply, served, topology, striped=striped)
-    if striped:
+        share = _share_of_routes(routes, supply, served, topology, even=even)
+    if even:
         tokens = jnp.broadcast_to(tokens.mean(-1, keepdims=True), tokens.shape)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
     return jnp.where(stays, 1.0, share) * tokens.reshape(len(tokens), 1, nodes * local, 1)
@@ -102,7 +102,7 @@ def _share_of_routes(
     served: Float[jax.Array, "M L N E"],
     topology: Topology,
     *,
-    striped: bool,
+    even: bool,
 ) -> Float[jax.Array, "M L P N"]:
     nodes, local = topology.num_nodes, topology.ranks_per_node
     step = -(-len(routes.rank) // MOST_TOKENS)
@@ -132,7 +132,7 @@ def _share_of_routes(
     in_batch = hits.sum((1, 3), keepdims=True) / jnp.maximum(number.sum((0, 2), keepdims=True)[None], 1)
     mean = (on_node + in_batch) / (all_tokens + 1)
     share = (hits + NODE_WEIGHT * mean) / (number[None] + NODE_WEIGHT)
-    share = jnp.broadcast_to(mean, hits.shape) if striped else share
+    share = jnp.broadcast_to(mean, hits.shape) if even else share
     return jnp.moveaxis(share.reshape(*hits.shape[:2], nodes * local, nodes), 0, 1)
 
 

@@ -41,7 +41,7 @@ def split_plan(
     parts = [
         replay._replace(mask=replay.mask & (piece_of_position == piece)[None]) for piece in range(pieces)
     ]
-    loads = [_dispatched_load(part, batch_plan.assignment, topology, striped=striped) for part in parts]
+    loads = [dispatched_load(part, batch_plan.assignment, topology, striped=striped) for part in parts]
     return tuple(zip(parts, _split_plan(batch_plan, tuple(loads), topology), strict=True))
 
 
@@ -57,9 +57,10 @@ def _split_plan(
     )
 
 
-def _dispatched_load(
+def dispatched_load(
     replay: RoutingReplay, assignment: Assignment, topology: Topology, *, striped: bool
 ) -> Int[jax.Array, "M L N G E"]:
+    """Count the token copies that every rank dispatches to every expert, in layers that are striped or not."""
     if striped:
         return striped_load(replay, assignment, topology)
     return assigned_load(sample_load(replay, num_experts=topology.num_experts), assignment)

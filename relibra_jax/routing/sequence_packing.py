@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.contract.types import EMPTY, Array, Assignment
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 
 LEAST_FILL: Final = 0.95
 """The default for the smallest allowed share of positions that hold tokens."""
@@ -102,6 +102,26 @@ def lay_out_sequences(
         if is_full(sequences, longest):
             break
     return _lay_out(packed, lengths, rooms, sample.shape[:-1], sequences, longest)
+
+
+def in_sequences(
+    replay: RoutingReplay, batch_plan: BatchPlan, layout: SequenceLayout
+) -> tuple[RoutingReplay, BatchPlan]:
+    """Return a batch and its plan as if every sequence were a sample, for counts of what each rank has. On the host.
+
+    Args:
+        replay: the routing of all samples.
+        batch_plan: the plan, whose load and quotas stay as they are.
+        layout: the sequences of all ranks.
+
+    Returns:
+        The routing of the sequences ``[M * N * G * r, T]``, a copy, and the plan with the assignment of them.
+    """
+    sample = layout.sample.reshape(-1, layout.sample.shape[-1])
+    ids = np.asarray(replay.expert_ids)[np.maximum(sample, 0), layout.position.reshape(sample.shape)]
+    places = layout.sample.shape[:-1]
+    numbers = np.arange(len(sample), dtype=np.int32).reshape(places)
+    return RoutingReplay(ids, sample != EMPTY), batch_plan._replace(assignment=Assignment(numbers))
 
 
 def _pack(samples: list[int], rooms: np.ndarray, sequences: int) -> list[list[int]]:

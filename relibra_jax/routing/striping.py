@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from relibra_jax.contract.replay import assigned_load, load_by_part
-from relibra_jax.contract.types import Array, Assignment, BatchPlan, RoutingReplay, Topology
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
 
 
 def split_evenly(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L N G E"]:
@@ -31,6 +31,20 @@ def split_evenly(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L N G E"]:
     rounding = (np.arange(local)[:, None] + np.arange(experts)) % local
     in_node = jnp.asarray(load).sum(-2, keepdims=True, dtype=jnp.int32)
     return (in_node + rounding[None, None, None].astype(np.int32)) // local
+
+
+def planned_load(
+    sample_load: Int[Array, "B L E"], assignment: Assignment, price: Price
+) -> Int[jax.Array, "M L N G E"]:
+    """Return the load for which samples are planned: on their ranks, or evenly on those of their nodes.
+
+    Args:
+        sample_load: the token copies of each sample.
+        assignment: the samples of each rank in each micro-batch.
+        price: the price, which says whether ranks dispatch like mixtures of the tokens of their nodes.
+    """
+    load = assigned_load(sample_load, assignment)
+    return split_evenly(load) if price.even_ranks else load
 
 
 def striped_load(
