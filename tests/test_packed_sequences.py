@@ -114,6 +114,32 @@ def test_packed_sequences_have_little_padding_and_every_token():
 
 
 @pytest.mark.slow
+def test_live_passes_pack_sequences_too():
+    """Live routing in packed sequences gives the log-probabilities of padded ones, with little padding."""
+
+    @nnx.jit
+    def run(model, batch, tokens, mask, packing):
+        output = model(tokens, mask, parallel=batch.parallel, packing=packing)
+        return token_log_probs(model, output.hidden, tokens, parallel=batch.parallel, packing=packing)
+
+    log_probs, positions = [], []
+    for pack_sequences in (True, False):
+        model, _, balancer = prepared(pack_sequences)
+        batch = balancer.prepare(model, None, None, mask=MASK)
+        tokens, mask = batch.to_ranks((TOKENS, MASK))
+        packing = batch.packing
+        parts = [
+            run(model, batch, *jax.tree.map(lambda leaf, part=part: leaf[part], (tokens, mask, packing)))
+            for part in range(MICRO_BATCHES)
+        ]
+        log_probs.append(np.where(MASK, batch.from_ranks(np.stack(parts)), 0))
+        positions.append(tokens.size)
+    np.testing.assert_allclose(*log_probs, atol=2e-6)
+    assert MASK.sum() >= 0.95 * positions[0]
+    assert positions[1] == MASK.size
+
+
+@pytest.mark.slow
 def test_packed_sequences_reject_samples_not_aligned_left():
     model, _, balancer = prepared(True)
     mask = MASK.copy()

@@ -60,6 +60,7 @@ class State:
             mesh=mesh,
             topology=config.topology,
             capacities=FIRST_CAPACITIES,
+            chunk_tokens=config.chunk_tokens,
             across_nodes=config.planner_entry.across_nodes or None,
             check_rows=True,
         )
@@ -136,6 +137,7 @@ def run_sizes(config: Train) -> RunSizes:
         micro_batches=config.micro_batches,
         sequences=samples // (config.updates * config.micro_batches),
         length=tokens,
+        chunk_tokens=config.chunk_tokens if config.updates_live else None,
         samples=config.samples_at_once // config.num_ranks,
         columns=tokens,
     )
