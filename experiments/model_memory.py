@@ -68,8 +68,8 @@ TARGET_BYTES: Final = 17
 """The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
 SPARE_ROWS: Final = 1.25
 """The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
-CHUNKED_ARRAYS: Final = 4
-"""The further arrays ``[tokens, D]`` of a layer in chunks: its input and output by chunks, and their gradients."""
+CHUNKED_ARRAYS: Final = 2
+"""The further arrays ``[tokens, D]`` of a layer in chunks."""
 
 
 LARGEST: Final = 3
@@ -254,23 +254,19 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         },
     }
     if sizes.chunk_tokens is not None:
-        chunk = min(tokens, sizes.chunk_tokens)
-        live_rows = worst_case_capacities(chunk, config.top_k, _without_copies(topology)).rows
-        chunked = CHUNKED_ARRAYS * width * tokens * config.width if chunk < tokens else 0
+        number = max(1, -(-tokens // sizes.chunk_tokens))
+        live = dataclasses.replace(topology, replica_slots=0, resident_slots=0)
+        live_rows = worst_case_capacities(-(-tokens // number), config.top_k, live).rows
+        chunked = CHUNKED_ARRAYS * width * tokens * config.width if number > 1 else 0
         stages["live"] = {
             **backward,
             "residents": 0,
             "tables, routes and targets": sizes.micro_batches * TARGET_BYTES * tokens,
             "gradients of a micro-batch": 4 * parameters.all,
-            "arrays of a layer": layer + chunked + max(scores, ROW_ARRAYS * width * live_rows * config.width),
+            "arrays of a layer": layer + max(scores, chunked + ROW_ARRAYS * width * live_rows * config.width),
             "replicas": 0,
         }
     return {name: {item: round(size) for item, size in stage.items()} for name, stage in stages.items()}
-
-
-def _without_copies(topology: Topology) -> Topology:
-    """Return the topology of live routing, without replicas and residents."""
-    return dataclasses.replace(topology, replica_slots=0, resident_slots=0)
 
 
 class RankParameters(NamedTuple):

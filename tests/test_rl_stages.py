@@ -253,6 +253,7 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
             "= 32 samples must divide evenly over 8 ranks x recompute_micro_batches=3",
         ),
         ({"recompute_micro_batches": 0}, "recompute_micro_batches=0 must be an integer of at least 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0 must be an integer of at least 1"),
         (
             {"routing": "rollouts"},
             "routing 'rollouts' must be one of rollout, recompute; did you mean rollout",

@@ -76,8 +76,7 @@ class MoELayer(nnx.Module):
     Raises:
         ValueError: if the gating does not fit the number of experts.
 
-        >>> from relibra_jax.execution.chunks import moe_layer_in_chunks
-    from relibra_jax.execution.gating import GATINGS
+    >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     >>> mesh = expert_mesh(topology, devices=jax.devices()[:1])
