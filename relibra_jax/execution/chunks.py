@@ -80,7 +80,7 @@ def moe_layer_in_chunks(
 
     inputs = (
         _split(x, chunks, parallel),
-        _split(expert_ids, chunks, parallel, padding=EMPTY),
+        _split(jnp.asarray(expert_ids, jnp.int32), chunks, parallel, padding=EMPTY),
         _split(gates, chunks, parallel),
     )
     no_rows = jnp.zeros(jnp.shape(plan.slot_expert), jnp.int32)
@@ -90,8 +90,8 @@ def moe_layer_in_chunks(
 
 def _cast(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
     """Return the experts with their weights in ``dtype``."""
-    weights = (None if buffer is None else jnp.asarray(buffer, dtype) for buffer in experts.weights)
-    return LayerExperts(*weights, experts.slot_expert)
+    home, residents, replicas = jax.tree.map(lambda buffer: jnp.asarray(buffer, dtype), experts.weights)
+    return LayerExperts(home, residents, replicas, experts.slot_expert)
 
 
 def _split(

@@ -197,8 +197,12 @@ class MoELayer(nnx.Module):
         if mask is not None:
             ids = jnp.where(mask[..., None], ids, EMPTY)
         gates = gates_at(logits, ids, self.gating)
-        run = moe_layer if isinstance(plan, PreparedLayer) else moe_layer_in_chunks
-        routed_output, slot_rows = run(x, ids, gates, experts, plan, parallel, expert_mlp=self.expert_mlp)
+        arguments = (x, ids, gates, experts)
+        if isinstance(plan, PreparedLayer):
+            routed = moe_layer(*arguments, plan, parallel, expert_mlp=self.expert_mlp)
+        else:
+            routed = moe_layer_in_chunks(*arguments, plan, parallel, expert_mlp=self.expert_mlp)
+        routed_output, slot_rows = routed
         y = routed_output * one_or_nan(self._is_placed(plan.slot_expert), jnp.asarray(routed_output))
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
