@@ -177,7 +177,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm):
         if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
-        metrics[pack_sequences] = trainer.learn()
+        metrics[pack_sequences] = trainer.learn() | trainer.warm_up()
     packed, unpacked = metrics[True], metrics[False]
     assert packed["response/tokens"] == unpacked["response/tokens"]
     assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
@@ -187,5 +187,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm):
         assert packed["critic/explained_variance"] == pytest.approx(
             unpacked["critic/explained_variance"], rel=1e-4
         )
+    # A supervised update routes live.
+    assert packed["warmup/loss"] == pytest.approx(unpacked["warmup/loss"], rel=1e-4)
     assert packed["batch/fill"] >= 0.95
     assert unpacked["batch/fill"] < 0.9
