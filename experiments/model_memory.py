@@ -6,6 +6,7 @@ device in all stages, and what it holds at its peak:
     states     parameters 4 bytes in float32, AdamW's two moments 8 (4 with ``moments=bfloat16``)
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
     backward   the sum of gradients, gradients of one micro-batch (4 bytes), layer inputs, arrays of one layer
+    live       as backward, for an update that routes live in buffers for the worst case of a chunk
     rollout    the cache of keys and values, logits of the last tokens
 
 So a run needs 20 bytes for each parameter of a rank, or 16 with moments in bfloat16, and the memory of its tokens. A
@@ -14,8 +15,8 @@ rank has its part of the experts, and all other parameters or, with ``shard_dens
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
 `tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
 without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
-H100, not run). Not counted are the prompts' pass of a rollout, live routing with buffers for the worst case, a
-recompute in fewer micro-batches than the updates, buffers of NCCL, and the runtime itself.
+H100, not run). Not counted are the prompts' pass of a rollout, a recompute in fewer micro-batches than the updates,
+buffers of NCCL, and the runtime itself.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ from relibra_jax.models.load_checks import memory_of_a_device
 from relibra_jax.models.log_probs import CHUNK
 from relibra_jax.nnx import ExpertParam
 from relibra_jax.nnx.dense_sharding import STACKS
+from relibra_jax.routing.sizes import worst_case_capacities
 
 ROW_ARRAYS: Final = 4.2
 """The arrays ``[rows, D]`` of one layer at the same time."""
@@ -66,6 +68,8 @@ TARGET_BYTES: Final = 17
 """The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
 SPARE_ROWS: Final = 1.25
 """The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
+CHUNKED_ARRAYS: Final = 2
+"""The further arrays ``[tokens, D]`` of a layer in chunks."""
 
 
 LARGEST: Final = 3
@@ -177,6 +181,9 @@ class RunSizes:
     """Whether the ranks of a node share its samples, so that attention gathers the keys and values of the node."""
     rows: int | None = None
     """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
+    chunk_tokens: int | None = None
+    """The largest number of tokens of a rank that a layer dispatches at once in updates that route live. None if the
+    run has no such updates."""
     samples: int = 0
     """The number of samples of a rank in a rollout."""
     columns: int = 0
@@ -196,7 +203,8 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages loss, backward and rollout, in bytes. The states are items of every stage.
+        The items of the stages loss, backward, rollout and, with ``chunk_tokens``, live, in bytes. The states are items
+        of every stage.
     """
     config, topology, parameters = sizes.config, sizes.topology, rank_parameters(sizes)
     width = jnp.dtype(config.dtype).itemsize
@@ -229,6 +237,13 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     }
     # The gradient of the head in float32, and the gathered head.
     head = (8 if sizes.shard_dense else 4) * config.width * config.vocabulary
+    backward = {
+        **update,
+        "gradients of a micro-batch": 4 * (parameters.all + kept),
+        "arrays of a layer": layer + max(scores, ROW_ARRAYS * width * rows * config.width),
+        "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
+        "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
+    }
     stages: dict[str, dict[str, float]] = {
         "loss": {
             **update,
@@ -236,19 +251,26 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
             "output head": head if tokens else 0,
             "arrays of the loss": LOSS_ARRAYS * width * tokens * config.width,
         },
-        "backward": {
-            **update,
-            "gradients of a micro-batch": 4 * (parameters.all + kept),
-            "arrays of a layer": layer + max(scores, ROW_ARRAYS * width * rows * config.width),
-            "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
-            "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
-        },
+        "backward": backward,
         "rollout": {
             **states,
             "cache": sizes.samples * sizes.columns * config.cache_bytes,
             "logits of the last tokens": 3 * 4 * sizes.samples * config.vocabulary,
         },
     }
+    if sizes.chunk_tokens is not None:
+        number = max(1, -(-tokens // sizes.chunk_tokens))
+        live = dataclasses.replace(topology, replica_slots=0, resident_slots=0)
+        live_rows = worst_case_capacities(-(-tokens // number), config.top_k, live).rows
+        chunked = CHUNKED_ARRAYS * width * tokens * config.width if number > 1 else 0
+        stages["live"] = {
+            **backward,
+            "residents": 0,
+            "tables, routes and targets": sizes.micro_batches * TARGET_BYTES * tokens,
+            "gradients of a micro-batch": 4 * parameters.all,
+            "arrays of a layer": layer + max(scores, chunked + ROW_ARRAYS * width * live_rows * config.width),
+            "replicas": 0,
+        }
     return {name: {item: round(size) for item, size in stage.items()} for name, stage in stages.items()}
 
 
@@ -335,6 +357,9 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
         )
     if sizes.samples > 1:
         others["wave_samples at one sample a rank"] = replace(samples=1)
+    if sizes.chunk_tokens is not None and sizes.chunk_tokens > 1:
+        half = sizes.chunk_tokens // 2
+        others[f"chunk_tokens={half}"] = replace(chunk_tokens=half)
     if sizes.topology.resident_slots:
         others["resident_slots=0"] = replace(topology=dataclasses.replace(sizes.topology, resident_slots=0))
     return others

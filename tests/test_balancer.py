@@ -439,14 +439,14 @@ def test_plan_ahead_rejects_planners_and_counts_that_do_not_fit():
 def test_prepare_without_a_replay_routes_live():
     run = Run()
     before = get_homes(run.model)
-    batch = run.balancer.prepare(run.model, run.optimizer, None, num_samples=SAMPLES)
+    batch = run.balancer.prepare(run.model, run.optimizer, None, mask=batches()[0][1].mask)
     assert batch.layers() is None
     assert batch.parallel.capacities is None
     assert batch.parallel.topology.replica_slots == 0
     np.testing.assert_array_equal(get_homes(run.model), before)
     loss = train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0]))
     assert np.isfinite(loss)
-    with pytest.raises(ValueError, match="needs num_samples, the number of samples"):
+    with pytest.raises(ValueError, match="needs mask, the tokens of each sample"):
         run.balancer.prepare(run.model, run.optimizer, None)
 
 
@@ -749,6 +749,6 @@ def test_prepare_refuses_counts_that_do_not_fit():
         prepare(counts, fewer)
     with pytest.raises(ValueError, match="which of 2 ranks of a node dispatches a token of striped layers"):
         prepare(counts, run=Run(striped=True))
-    with pytest.raises(ValueError, match="num_samples and capacities are for live routing"):
-        run.balancer.prepare(run.model, run.optimizer, None, counts=counts, num_samples=SAMPLES)
+    with pytest.raises(ValueError, match="mask and capacities are for live routing"):
+        run.balancer.prepare(run.model, run.optimizer, None, counts=counts, mask=np.ones((SAMPLES, 5), bool))
     prepare(counts)

@@ -177,7 +177,7 @@ def test_balancer_with_packed_sequences_starts_from_packed_samples():
 
 def live(balancer, model, **options):
     """Prepare live routing, which checks the price and plans nothing."""
-    return balancer.prepare(model, None, None, num_samples=SAMPLES, **options)
+    return balancer.prepare(model, None, None, mask=np.ones((SAMPLES, 1), bool), **options)
 
 
 def test_balancer_cost_is_derived_from_model_and_device():

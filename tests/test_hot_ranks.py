@@ -162,7 +162,7 @@ def test_in_float8_rounds_passes_and_refuses_updates():
     run = Run()
     replayed = run.prepare()
     sequences = replayed.to_ranks(batches()[0])
-    live = run.balancer.prepare(run.model, run.optimizer, None, num_samples=10)
+    live = run.balancer.prepare(run.model, run.optimizer, None, mask=batches()[0][1].mask)
     for batch in (replayed, live):
         outputs = [
             np.asarray(first_micro_batch(model, batch, sequences))

@@ -111,7 +111,7 @@ def test_table_equals_the_table_of_the_page(shard_dense):
         assert cells == table_row(model_config(fields), shard_dense=shard_dense), name
 
 
-def compile_update(sizes, micro_batches, samples, planner="static"):
+def compile_update(sizes, samples):
     """Compile the update of a run on devices; return XLA's count of bytes, and the rows of a layer's buffers."""
     config, topology = sizes.config, sizes.topology
     mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks])
@@ -121,11 +121,13 @@ def compile_update(sizes, micro_batches, samples, planner="static"):
     )
     tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=sizes.moments)
     optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
+    live = sizes.chunk_tokens is not None
+    chunks = {"chunk_tokens": sizes.chunk_tokens} if live else {}
     balancer = Balancer(
-        PLANNERS[planner].planner,
-        ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
+        PLANNERS["static"].planner,
+        ExpertParallel(mesh=mesh, topology=topology, check_rows=True, **chunks),
         num_layers=config.moe_layers,
-        num_micro_batches=micro_batches,
+        num_micro_batches=sizes.micro_batches,
         key=key,
         cost="balance",
         sequences="padded",
@@ -134,12 +136,15 @@ def compile_update(sizes, micro_batches, samples, planner="static"):
     tokens = rng.integers(1, config.vocabulary, (samples, sizes.length), np.int32)
     mask, weights = np.ones(tokens.shape, bool), np.ones(tokens.shape, np.float32)
     ids = np.argsort(rng.random((*tokens.shape, config.moe_layers, config.num_experts)))[..., : config.top_k]
-    ids = ids.astype(np.uint8)
-    batch = balancer.prepare(agent, optimizer, RoutingReplay(ids, mask))
+    ids = None if live else ids.astype(np.uint8)
+    if live:
+        batch = balancer.prepare(agent, optimizer, None, mask=mask)
+    else:
+        batch = balancer.prepare(agent, optimizer, RoutingReplay(ids, mask))
     on_ranks = batch.to_ranks(TrainingBatch(tokens, mask, ids, weights, weights, weights))
     batch_load = jnp.ones((config.moe_layers, config.num_experts), jnp.int32)
     program = update.lower(agent, optimizer, batch, on_ranks, batch_load, clip=Clip(), balance=0.02).compile()
-    return program.compiled.memory_analysis(), batch.parallel.capacities.rows
+    return program.compiled.memory_analysis(), None if live else batch.parallel.capacities.rows
 
 
 @pytest.mark.slow
@@ -149,8 +154,9 @@ def compile_update(sizes, micro_batches, samples, planner="static"):
         ("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
         ("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}),
         ("gradients of a micro-batch", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
+        ("arrays of a layer", {"length": 3000, "chunk_tokens": 2048}, {"layers": 3, "width": 96}),
     ],
-    ids=["wide vocabulary", "many tokens", "wide experts"],
+    ids=["wide vocabulary", "many tokens", "wide experts", "live in chunks"],
 )
 def test_memory_of_an_update_is_what_xla_allocates(item, changes, model):
     """One item is the largest besides the states in each case. The page says what is compared."""
@@ -161,8 +167,10 @@ def test_memory_of_an_update_is_what_xla_allocates(item, changes, model):
         sequences=2,
         **changes,
     )
-    actual, rows = compile_update(sizes, 2, samples=16)
+    actual, rows = compile_update(sizes, samples=16)
     stages = memory_by_stage(dataclasses.replace(sizes, rows=rows))
+    if sizes.chunk_tokens is not None:
+        stages = {"live": stages["live"]}
     items = max(stages.values(), key=lambda items: sum(items.values()))
     assert item in sorted(items, key=items.get)[-4:]
     allocated = actual.argument_size_in_bytes + actual.temp_size_in_bytes
@@ -205,6 +213,25 @@ def test_sizes_of_a_run_follow_from_its_settings():
     assert sizes.samples * ranks == config.samples
     assert sizes.length == sizes.columns == config.prompt_tokens + config.response_tokens
     assert (sizes.shard_dense, sizes.moments) == (True, "bfloat16")
+    assert sizes.chunk_tokens == config.chunk_tokens
+    planned = {"warmup_steps": 0}
+    assert run_sizes(Train(**planned)).chunk_tokens is None
+    assert run_sizes(Train(**planned, replay=False, chunk_tokens=8)).chunk_tokens == 8
+
+
+def test_live_updates_need_no_more_with_more_tokens_than_a_chunk():
+    sizes = RunSizes(config=TINY, topology=make_topology(), sequences=1, chunk_tokens=512)
+
+    def buffers(length, **changes):
+        stages = memory_by_stage(dataclasses.replace(sizes, length=length, **changes))
+        per_token = {name: stages[name]["arrays of a layer"] for name in ("live", "backward")}
+        return per_token["live"] - per_token["backward"]
+
+    # A tiny model has fewer rows than scores of attention, so widen it.
+    wide = dataclasses.replace(TINY, width=1024, expert_width=8)
+    rows = buffers(512, config=wide)
+    assert rows > 0
+    assert buffers(4096, config=wide) < rows < buffers(4096, config=wide, chunk_tokens=4096)
 
 
 RECORD = Path(__file__).parents[1] / "experiments" / "results" / "whole_models.jsonl"
@@ -231,6 +258,7 @@ def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
         sequences=1,
         length=setting["tokens"],
         rows=int(UNEVEN * setting["tokens"] * config.top_k),
+        chunk_tokens=ExpertParallel.chunk_tokens if setting.get("live") else None,
     )
     assert rank_gigabytes(sizes) == pytest.approx(setting["peak_gb"], rel=0.12)
 

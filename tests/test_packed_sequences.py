@@ -114,6 +114,32 @@ def test_packed_sequences_have_little_padding_and_every_token():
 
 
 @pytest.mark.slow
+def test_live_passes_pack_sequences_too():
+    """Live routing in packed sequences gives the log-probabilities of padded ones, with little padding."""
+
+    @nnx.jit
+    def run(model, batch, tokens, mask, packing):
+        output = model(tokens, mask, parallel=batch.parallel, packing=packing)
+        return token_log_probs(model, output.hidden, tokens, parallel=batch.parallel, packing=packing)
+
+    log_probs, positions = [], []
+    for pack_sequences in (True, False):
+        model, _, balancer = prepared(pack_sequences)
+        batch = balancer.prepare(model, None, None, mask=MASK)
+        tokens, mask = batch.to_ranks((TOKENS, MASK))
+        packing = batch.packing
+        parts = [
+            run(model, batch, *jax.tree.map(lambda leaf, part=part: leaf[part], (tokens, mask, packing)))
+            for part in range(MICRO_BATCHES)
+        ]
+        log_probs.append(np.where(MASK, batch.from_ranks(np.stack(parts)), 0))
+        positions.append(tokens.size)
+    np.testing.assert_allclose(*log_probs, atol=2e-6)
+    assert MASK.sum() >= 0.95 * positions[0]
+    assert positions[1] == MASK.size
+
+
+@pytest.mark.slow
 def test_packed_sequences_reject_samples_not_aligned_left():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
@@ -152,7 +178,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, sp
         if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
-        metrics[pack_sequences] = trainer.learn()
+        metrics[pack_sequences] = trainer.learn() | trainer.warm_up()
     packed, unpacked = metrics[True], metrics[False]
     assert packed["response/tokens"] == unpacked["response/tokens"]
     assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
@@ -162,5 +188,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, sp
         assert packed["critic/explained_variance"] == pytest.approx(
             unpacked["critic/explained_variance"], rel=1e-4
         )
+    # A supervised update routes live.
+    assert packed["warmup/loss"] == pytest.approx(unpacked["warmup/loss"], rel=1e-4)
     assert packed["batch/fill"] >= 0.95
     assert unpacked["batch/fill"] < 0.9

@@ -254,7 +254,7 @@ def test_from_ranks_restores_the_order_of_the_batch():
 
 def test_prepare_stages_without_a_replay_routes_live():
     run = Run()
-    stages = run.balancer.prepare_stages(run.model, None, None, STAGES, num_samples=SAMPLES)
+    stages = run.balancer.prepare_stages(run.model, None, None, STAGES, mask=np.ones((SAMPLES, 3), bool))
     shapes = [stage.to_ranks(np.arange(SAMPLES)).shape for stage in stages]
     assert shapes == [(1, 16), (2, 4), (2, 4)]
     assert sorted(np.asarray(stages[2].to_ranks(np.arange(SAMPLES))).ravel().tolist()) == list(range(8, 16))
@@ -286,7 +286,7 @@ def test_stages_are_rejected_after_the_next_prepare():
 @pytest.mark.parametrize("live", [False, True], ids=["replay", "live"])
 def test_prepare_stages_rejects_malformed_stages(stages, message, live):
     run = Run(static(), PLAIN)
-    replay, count = (None, {"num_samples": SAMPLES}) if live else (data()[0][1], {})
+    replay, count = (None, {"mask": np.ones((SAMPLES, 3), bool)}) if live else (data()[0][1], {})
     with pytest.raises(ValueError, match=message):
         run.balancer.prepare_stages(run.model, run.optimizer, replay, stages, **count)
 

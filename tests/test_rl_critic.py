@@ -13,7 +13,7 @@ from experiments.rl.generation import Responses
 from experiments.rl.policy import ValueHead, token_values
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
-from experiments.rl.stages import RecomputeResult
+from experiments.rl.stages import RecomputeResult, prepare_live
 from experiments.rl.step import Clip, CriticTargets, TrainingBatch, update
 from experiments.rl.targets import initialize_critic
 from experiments.rl.trainer import Trainer
@@ -63,11 +63,10 @@ def learned(smallest_policy):
     returns[:, 1:] = tokens[:, :-1] % 2 + rng.normal(0, 0.05, (SAMPLES, TOKENS - 1))
     weights = (RESPONSE_MASK / RESPONSE_MASK.sum()).astype(np.float32)
     nothing = np.zeros_like(weights)
-    batch = trainer.prepare_live()
-    samples = batch.to_ranks(
-        TrainingBatch(tokens, MASK, None, weights, nothing, nothing, CriticTargets(weights, returns, nothing))
-    )
     state = trainer.state
+    targets = CriticTargets(weights, returns, nothing)
+    on_host = TrainingBatch(tokens, MASK, None, weights, nothing, nothing, targets)
+    batch, samples = prepare_live(state, trainer.config, on_host)
     load = jnp.zeros((trainer.config.model_config.moe_layers, 16), jnp.int32)
     losses, first = [], None
     for _ in range(60):

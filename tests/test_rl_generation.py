@@ -41,8 +41,8 @@ def policy():
 
 
 def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **options):
-    options = {"max_new_tokens": ROOM, "ends": [EOS], **options}
-    actual = generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **options)
+    options = {"parallel": PARALLEL, "max_new_tokens": ROOM, "ends": [EOS], **options}
+    actual = generate(policy(), prompts, lengths, keys, **options)
     return jax.tree.map(np.asarray, actual)
 
 
@@ -196,14 +196,14 @@ def test_watch_gets_ended_responses_and_changes_none():
 
 
 @pytest.mark.slow
-def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results(monkeypatch):
+def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results():
     first = np.arange(SAMPLES) // 2 * 2
     prompts, lengths = PROMPTS[first], LENGTHS[first]
     lengths[:2] = 0
     expected = sample(prompts, lengths, temperature=1.5, top_p=0.9)
-    monkeypatch.setattr("experiments.rl.generation.PREFILL_TOKENS", 3)
-    assert _chunks(LONGEST, prompts=1) == (3, 6)
-    actual = sample(prompts, lengths, temperature=1.5, top_p=0.9, responses_per_prompt=2)
+    assert _chunks(LONGEST, prompts=1, chunk_tokens=3) == (3, 6)
+    chunked = dataclasses.replace(PARALLEL, chunk_tokens=3)
+    actual = sample(prompts, lengths, temperature=1.5, top_p=0.9, responses_per_prompt=2, parallel=chunked)
     for name in ("tokens", "mask", "response_mask", "expert_ids", "ended"):
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
     np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=5e-6)

@@ -174,9 +174,15 @@ def test_float8_settings_apply_to_generation_and_recompute(monkeypatch):
 
 @pytest.mark.slow
 def test_updates_replay_the_routing_that_the_recompute_recorded():
-    trainer, (responses, rewards) = make(routing="recompute"), batches()[0]
-    state, parallel = trainer.state, trainer.state.balancer.live
+    """The recompute runs packed sequences, and experts in chunks. Its routing is that of whole padded sequences."""
+    trainer, (responses, rewards) = (
+        make(routing="recompute", pack_sequences=True, chunk_tokens=16),
+        batches()[0],
+    )
+    state = trainer.state
+    assert state.balancer.live.chunk_tokens == 16
     recorded, recomputed = recompute_live(state, trainer.config, responses)
+    parallel = dataclasses.replace(state.balancer.live, chunk_tokens=1024)
     output = state.agent.policy(responses.tokens, responses.mask, parallel=parallel)
     ids = np.where(responses.mask[..., None, None], output.expert_ids, 0)
     np.testing.assert_array_equal(recorded.expert_ids, ids)
@@ -247,6 +253,7 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
             "= 32 samples must divide evenly over 8 ranks x recompute_micro_batches=3",
         ),
         ({"recompute_micro_batches": 0}, "recompute_micro_batches=0 must be an integer of at least 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0 must be an integer of at least 1"),
         (
             {"routing": "rollouts"},
             "routing 'rollouts' must be one of rollout, recompute; did you mean rollout",

@@ -5,9 +5,10 @@
 
 The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
 of packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. A recompute
-scans the same micro-batches for the log-probabilities of their tokens, without residents. Weights are float32, the
-computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such nodes. The
-largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
+scans the same micro-batches for the log-probabilities of their tokens, without residents. With ``--live`` both route
+live, as in a warm-up and in a recompute that records the routing. Weights are float32, the computation is in bfloat16,
+and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such nodes. The largest memory of a device is
+XLA's own figure (`memory_analysis`). No GPU is needed or used.
 """
 
 import dataclasses
@@ -91,6 +92,8 @@ class Whole:
     """The number of replica slots of a rank."""
     resident_slots: int = 0
     """The number of resident slots of a rank."""
+    live: bool = False
+    """Whether the program routes live, with experts at home. The settings of slots are then not used."""
     record: Path | None = None
     """A file to which the result is added, a line of JSON."""
 
@@ -134,8 +137,8 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, Memory, float]
         num_nodes=setting.nodes,
         ranks_per_node=setting.ranks,
         num_experts=config.num_experts,
-        replica_slots=setting.replica_slots,
-        resident_slots=setting.resident_slots,
+        replica_slots=0 if setting.live else setting.replica_slots,
+        resident_slots=0 if setting.live else setting.resident_slots,
     )
     copies = copies_of_group(setting.data, setting.fsdp)
     devices = described_devices(
@@ -145,10 +148,12 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, Memory, float]
     parallel = ExpertParallel(
         mesh=mesh,
         topology=topology,
-        capacities=capacities_of(config, topology, setting.tokens),
+        capacities=None if setting.live else capacities_of(config, topology, setting.tokens),
         across_nodes=False,
         implementation="mosaic",
-    ).with_striping(config.top_k)
+    )
+    if not setting.live:
+        parallel = parallel.with_striping(config.top_k)
     fsdp_axis = FSDP if FSDP in copies else None
     make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
     tx = make_optimizer(1e-5, 1e-5, 0, critic_rate=None, moments=setting.moments)
@@ -164,7 +169,7 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, Memory, float]
     def recompute_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, _: Any) -> Any:
         state, batch, samples = _in_memory(setting, state, batch, samples)
         agent, _ = nnx.merge(graph, state)
-        return recompute(on_device(agent), batch, samples, temperature=1.0)
+        return recompute(on_device(agent), batch, samples, temperature=1.0, record=setting.live)
 
     def update_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
         state, batch, samples = _in_memory(setting, state, batch, samples)
@@ -224,6 +229,18 @@ def batch_shapes(
         return shape((*sequences, *rest), dtype, None, *parallel.token_spec)
 
     ids = tokens(jnp.uint8, layers, config.top_k)
+    samples = TrainingBatch(
+        tokens=tokens(jnp.int32),
+        mask=tokens(jnp.bool_),
+        expert_ids=None if setting.live else ids,
+        weights=tokens(jnp.float32),
+        advantages=tokens(jnp.float32),
+        old_log_probs=tokens(jnp.float32),
+        packing=SequencePacking(tokens(jnp.int32), tokens(jnp.int32)),
+    )
+    batch_load = shape((layers, topology.num_experts), jnp.int32)
+    if setting.live:
+        return PreparedBatch(None, parallel), samples, batch_load
     all_ranks = (groups * micro_batches, layers, *parallel.ranks)
     slots = shape((*all_ranks, topology.slots), jnp.int32)
     load = shape((*all_ranks, topology.num_experts), jnp.int32)
@@ -242,17 +259,7 @@ def batch_shapes(
     plan_of_ranks = tables.slot_expert
     tables = jax.tree.map(over_ranks, tables._replace(slot_expert=None))
     slot_expert = shape(plan_of_ranks.shape, plan_of_ranks.dtype, None, None, *parallel.data_axes)
-    samples = TrainingBatch(
-        tokens=tokens(jnp.int32),
-        mask=tokens(jnp.bool_),
-        expert_ids=ids,
-        weights=tokens(jnp.float32),
-        advantages=tokens(jnp.float32),
-        old_log_probs=tokens(jnp.float32),
-        packing=SequencePacking(tokens(jnp.int32), tokens(jnp.int32)),
-    )
-    batch = PreparedBatch(plan, parallel, tables._replace(slot_expert=slot_expert))
-    return batch, samples, shape((layers, topology.num_experts), jnp.int32)
+    return PreparedBatch(plan, parallel, tables._replace(slot_expert=slot_expert)), samples, batch_load
 
 
 def _in_memory(

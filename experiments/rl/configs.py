@@ -48,7 +48,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
         **dict.fromkeys(("checkpoint_every", "evaluate_every", "data", "fsdp"), 1),
-        "wave_samples": 1,
+        **dict.fromkeys(("wave_samples", "chunk_tokens"), 1),
         "patience": 6,
         "hung_after": 10,
     }
@@ -135,8 +135,11 @@ class Train:
     """The largest number of samples that are generated at the same time, a multiple of the number of ranks.
     It bounds the cache of keys and values: the batch is generated in waves, one after the other.
     None generates all samples at the same time."""
+    chunk_tokens: int = 1024
+    """The largest number of tokens of a rank that run at once through experts with live routing, and in a prompt.
+    It bounds buffers, which must have room for all of these tokens of all ranks on each rank."""
     pack_sequences: bool = False
-    """Whether updates and planned recomputes put several samples into one sequence, one after the other."""
+    """Whether updates and recomputes put several samples into one sequence, one after the other."""
     split_samples: bool = False
     """Whether the ranks of a node share its packed samples evenly, so that no rank waits for a long sample.
     Attention then gathers keys and values inside the node. Needs ``pack_sequences``."""
@@ -392,6 +395,11 @@ class Train:
         """The samples of each update in a pass over the batch."""
         size = self.samples // self.updates
         return tuple(range(first, first + size) for first in range(0, self.samples, size))
+
+    @property
+    def updates_live(self) -> bool:
+        """Whether some updates route live: those of the warm-up, or all of them."""
+        return self.warmup_steps > 0 or not self.replay
 
     @property
     def live_micro_batches(self) -> int:

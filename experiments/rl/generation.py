@@ -20,7 +20,7 @@ log-probabilities.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,6 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.models import Cache, LanguageModel
 from relibra_jax.models.cache import repeat_samples, shard_cache
 from relibra_jax.support.limits import check_integer, check_not_negative
-
-PREFILL_TOKENS: Final = 1024
-"""The largest number of prompt positions that a rank runs at once. It bounds buffers of experts and attention scores,
-unless a rank has more prompts than this."""
 
 
 class Responses(NamedTuple):
@@ -280,7 +276,7 @@ def _begin(
     Every ``copies`` successive samples have the same prompt, which runs once.
     """
     samples, longest = prompt.tokens.shape
-    chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks)
+    chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks, parallel.chunk_tokens)
     room = columns + max_new_tokens
     prompt = _Prompts(*(leaf[::copies] for leaf in prompt))
     # Attention reads up to the whole cache, so prompts of several responses get one that holds no more than prompts.
@@ -304,20 +300,23 @@ def _begin(
     return ids, _on_ranks(state, parallel)
 
 
-def _chunks(longest: int, prompts: int) -> tuple[int, int]:
-    """Divide the positions of prompts into equal chunks of at most `PREFILL_TOKENS` tokens of a rank.
+def _chunks(longest: int, prompts: int, chunk_tokens: int) -> tuple[int, int]:
+    """Divide the positions of prompts into equal chunks of at most ``chunk_tokens`` tokens of a rank.
+
+    They bound the scores of attention. Experts run in such chunks anyway, also if a rank has more prompts than this.
 
     Args:
         longest: the width of the prompts.
         prompts: the number of prompts of a rank.
+        chunk_tokens: the largest number of tokens of a rank in a chunk, `ExpertParallel.chunk_tokens`.
 
     Returns:
         The number of positions in a chunk, which is at least 1, and in all chunks together, at least ``longest``.
 
-    >>> _chunks(24, 32), _chunks(1000, 3), _chunks(5, 2000)
+    >>> _chunks(24, 32, 1024), _chunks(1000, 3, 1024), _chunks(5, 2000, 1024)
     ((24, 24), (334, 1002), (1, 5))
     """
-    chunk = -(-longest // -(-longest * prompts // PREFILL_TOKENS))
+    chunk = -(-longest // -(-longest * prompts // chunk_tokens))
     return chunk, -(-longest // chunk) * chunk
 
 

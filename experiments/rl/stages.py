@@ -2,8 +2,8 @@
 
 Updates replay routing that was recorded in one of two places. If the rollout recorded it (R3, arXiv:2510.11370), it is
 known before the recompute, which replays it, too, and one search plans all stages. If the recompute records it (R2),
-the recompute routes live: samples are in order, experts at home, and buffers sized for the worst case. Then only the
-updates are planned.
+the recompute routes live, without a plan: experts are at home and run in chunks of tokens. Then only the updates are
+planned.
 """
 
 from typing import Any, NamedTuple
@@ -76,9 +76,7 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
     options = stage_options(config)
     batches = state.balancer.prepare_stages(state.agent, state.optimizer, responses.replay, **options)
     samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
-    stages = tuple(
-        PreparedStage(batch, batch.to_ranks(samples)._replace(packing=batch.packing)) for batch in batches
-    )
+    stages = tuple(_on_ranks(batch, samples) for batch in batches)
     updates = stages[-config.updates :]
     if config.routing == "recompute":
         return Stages((), updates)
@@ -96,25 +94,28 @@ def stage_options(config: Train) -> dict[str, Any]:
     }
 
 
-def prepare_live(state: State, config: Train, num_micro_batches: int) -> PreparedBatch:
-    """Prepare a batch that routes live, with samples in order and experts at home.
+def prepare_live(
+    state: State, config: Train, samples: TrainingBatch, num_micro_batches: int | None = None
+) -> PreparedStage:
+    """Prepare samples for a pass that routes live, with experts at home.
 
     Args:
         state: the state of the run.
         config: the settings of the run.
-        num_micro_batches: M, the number of micro-batches of the whole batch.
+        samples: the samples, on the host.
+        num_micro_batches: M, the number of micro-batches. None takes as many as all updates have together.
 
     Returns:
-        The prepared batch.
+        The prepared batch, and the samples on the ranks.
     """
-    (batch,) = state.balancer.prepare_stages(
-        state.agent,
-        state.optimizer,
-        None,
-        [Stage(num_micro_batches)],
-        num_samples=config.samples,
-    )
-    return batch
+    stage = Stage(num_micro_batches or config.updates * config.micro_batches)
+    (batch,) = state.balancer.prepare_stages(state.agent, state.optimizer, None, [stage], mask=samples.mask)
+    return _on_ranks(batch, samples)
+
+
+def _on_ranks(batch: PreparedBatch, samples: TrainingBatch) -> PreparedStage:
+    """Put samples on the ranks, with their packing."""
+    return PreparedStage(batch, batch.to_ranks(samples)._replace(packing=batch.packing))
 
 
 def recompute_planned(
@@ -162,8 +163,8 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     Returns:
         The responses, with the routing of the recompute in place of the rollout's; and the results of the recompute.
     """
-    batch = prepare_live(state, config, config.live_micro_batches)
-    samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
+    on_host = TrainingBatch(responses.tokens, responses.mask)
+    batch, samples = prepare_live(state, config, on_host, config.live_micro_batches)
     output = recompute(state.on_devices(), batch, samples, temperature=config.temperature, record=True)
     log_probs, ids, values = batch.from_ranks((output.log_probs, output.expert_ids, output.values))
     ids *= responses.mask[..., None, None]

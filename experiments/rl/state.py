@@ -66,6 +66,7 @@ class State:
             mesh=mesh,
             topology=config.topology,
             capacities=FIRST_CAPACITIES,
+            chunk_tokens=config.chunk_tokens,
             across_nodes=config.planner_entry.across_nodes or None,
             check_rows=True,
         )
@@ -151,6 +152,7 @@ def run_sizes(config: Train) -> RunSizes:
         split=config.split_samples,
         sequences=samples // (config.updates * config.micro_batches),
         length=tokens,
+        chunk_tokens=config.chunk_tokens if config.updates_live else None,
         samples=config.samples_at_once // config.num_ranks,
         columns=tokens,
     )

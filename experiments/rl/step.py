@@ -159,6 +159,7 @@ def recompute(
         one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             assert step is not None, "residents belong to a step of the optimizer"
+            assert layers is not None, "batches with residents have prepared layers"
             layers = layers._replace(residents=residents.at(step))
         agent = nnx.merge(graph, state)
         output, log_probs = _run(agent.policy, one, layers, batch.parallel, temperature)

@@ -124,8 +124,7 @@ class Trainer:
         answer_mask = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
         weights = token_weights(answer_mask, token_level=True)
         with clock("update"):
-            batch = self.prepare_live()
-            samples = batch.to_ranks(TrainingBatch(tokens, mask, weights=weights))
+            batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
             # The load of live routing is known only after a run, so a recompute counts it.
             batch_load = recompute(state.on_devices(), batch, samples, temperature=1.0).load.sum((0, 2, 3))
             metrics = update(state.agent, state.optimizer, batch, samples, batch_load, balance=config.balance)
@@ -239,7 +238,7 @@ class Trainer:
         """
         config, state = self.config, self.state
         updates = add_targets(config, stages.updates, targets, recomputed)
-        live = None if config.replay else self.prepare_live()
+        live = None if config.replay else PreparedBatch(None, state.balancer.live)
         residents = recomputed.residents if config.replay else None
         for _ in range(config.epochs):
             metrics = []
@@ -264,10 +263,6 @@ class Trainer:
                     check_executed(update_metrics.slot_rows, batch)
                 metrics.append(update_metrics)
         return join_metrics(metrics)
-
-    def prepare_live(self) -> PreparedBatch:
-        """Prepare a batch that routes live in as many micro-batches as all updates together."""
-        return prepare_live(self.state, self.config, self.config.updates * self.config.micro_batches)
 
     def _model_times(self, stages: Stages) -> dict[str, float | None]:
         """Model the time of a batch for its line of metrics, and describe it in `summary`."""

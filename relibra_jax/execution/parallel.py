@@ -64,6 +64,10 @@ class ExpertParallel:
     capacities: Capacities | None = None
     """Buffer sizes, from `relibra_jax.routing.sizes.count_capacities`. None takes the worst case for the shapes, which
     live routing needs because its load is unknown beforehand."""
+    chunk_tokens: int = 1024
+    """The largest number of tokens of a rank that a layer dispatches at once if its load is unknown beforehand
+    (`relibra_jax.execution.chunks`). It bounds the buffers for the worst case. Smaller chunks need less memory and read
+    the experts' weights more often. Layers with capacities or with a planned load do not use it."""
     data_axes: tuple[str, ...] = None  # type: ignore[assignment]
     """The mesh's other axes over which tokens are split (data, FSDP); all of them by default. Each index along them is
     an expert-parallel group with its own layer plans. The groups share homes and parameters."""
@@ -112,6 +116,7 @@ class ExpertParallel:
             others = tuple(axis for axis in self.mesh.axis_names if axis not in RANKS)
             object.__setattr__(self, "data_axes", others)
         check_integer("pieces", self.pieces, least=1)
+        check_integer("chunk_tokens", self.chunk_tokens, least=1)
         for axis in self.data_axes:
             if axis in RANKS or axis not in self.mesh.shape:
                 raise ValueError(

@@ -156,7 +156,11 @@ def prepare_layers(
         The prepared layers, stacked ``[M, L]``.
     """
 
-    return jax.lax.map(lambda inputs: prepare_micro_batch(*inputs, parallel), (expert_ids, plans))
+    def micro_batch(inputs):
+        ids, plans = inputs
+        return prepare_micro_batch(ids, plans, parallel)
+
+    return jax.lax.map(micro_batch, (expert_ids, plans))
 
 
 def prepare_micro_batch(
@@ -165,7 +169,8 @@ def prepare_micro_batch(
     """Prepare all layers of one micro-batch, under jit; arguments and result as in `prepare_layers`, without M."""
 
     def layer(inputs):
-        return prepare_layer(*inputs, parallel)
+        ids, plan = inputs
+        return prepare_layer(ids, plan, parallel)
 
     return jax.lax.map(layer, (jnp.moveaxis(expert_ids, -2, 0), plans))
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray, PyTree
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import Placement, Planner
-from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
+from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, RoutingReplay, check_shape
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
@@ -82,6 +82,7 @@ from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samp
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
 from relibra_jax.planning.rounds import shift_samples
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.node_streams import lay_out_streams
 from relibra_jax.routing.sequence_packing import SequenceLayout, lay_out_sequences
@@ -223,7 +224,10 @@ class Balancer:
 
     @property
     def live(self) -> ExpertParallel:
-        """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
+        """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers.
+
+        Layers run in chunks of ``chunk_tokens`` tokens of a rank, for which these buffers are.
+        """
         topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
         # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
         options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
@@ -266,7 +270,7 @@ class Balancer:
         replay: RoutingReplay | None,
         *,
         counts: Batch | None = None,
-        num_samples: int | None = None,
+        mask: Bool[Array, "B T"] | None = None,
         capacities: Capacities | None = None,
         copies: Sequence[nnx.Module] = (),
     ) -> PreparedBatch:
@@ -280,15 +284,16 @@ class Balancer:
             model: a module with L `MoELayer`. Its experts move in place.
             optimizer: the optimizer of the model, whose state moves too. None if the model is not trained.
             replay: the recorded routing of all samples of the batch, in memory or memory-mapped. None without
-                ``counts`` prepares live routing: samples stay in order, experts stay where they are, and there are no
-                replicas.
+                ``counts`` prepares live routing: experts stay where they are, there are no replicas, and samples stay
+                in order or, in packed sequences, are packed by length.
             counts: the counts of all samples, from `relibra_jax.sample_counts` in the rollout workers
                 (`relibra_jax.join_batches`), from which the batch is planned without counting the replay. With a
                 replay, its routes are read for buffer sizes and tables alone, and the devices check them. Without one,
                 the plan and the buffer sizes come from counts alone, and visits are bounds; steps then prepare the
                 layers of each micro-batch themselves. None counts the replay.
-            num_samples: B, the number of samples, for live routing only.
-            capacities: buffer sizes, for live routing only. None takes the worst case.
+            mask: True on the tokens of each sample, for live routing only.
+            capacities: buffer sizes, for live routing only. None takes the worst case, for
+                ``ExpertParallel.chunk_tokens`` tokens of a rank at a time.
             copies: modules whose experts are at the same homes and move with the model's, such as a moving average of
                 its weights.
 
@@ -312,7 +317,7 @@ class Balancer:
             replay,
             [Stage(self.num_micro_batches)],
             counts=counts,
-            num_samples=num_samples,
+            mask=mask,
             capacities=capacities,
             copies=copies,
         )
@@ -328,7 +333,7 @@ class Balancer:
         *,
         updates: Sequence[int] | None = None,
         counts: Batch | None = None,
-        num_samples: int | None = None,
+        mask: Bool[Array, "B T"] | None = None,
         capacities: Capacities | None = None,
         copies: Sequence[nnx.Module] = (),
     ) -> tuple[PreparedBatch, ...]:
@@ -349,7 +354,7 @@ class Balancer:
             updates: the number of optimizer updates of each stage, for the price: 0 for a recompute, which has only a
                 forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
             counts: the counts of all samples, as for `prepare`.
-            num_samples: B, the number of samples, for live routing only.
+            mask: True on the tokens of each sample, for live routing only, as for `prepare`.
             capacities: buffer sizes, for live routing only, as for `prepare`.
             copies: modules that move with the model, as for `prepare`.
 
@@ -365,12 +370,12 @@ class Balancer:
         self._set_cost(model)
         stages = self._over_groups(stages)
         if replay is None and counts is None:
-            live = self._live_stages(stages, num_samples, capacities)
+            live = self._live_stages(stages, mask, capacities)
             put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
-        if num_samples is not None or capacities is not None:
+        if mask is not None or capacities is not None:
             raise ValueError(
-                "num_samples and capacities are for live routing: remove them, the replay or its counts determine both"
+                "mask and capacities are for live routing: remove them, the replay or its counts determine both"
             )
         number, way = self._batch_number, (self.parallel, self._cost, self._way)
         try:
@@ -575,7 +580,10 @@ class Balancer:
         topology, searched_striped = self.parallel.topology, prices[0].striped
         prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(top_k)
-        layouts, striped = self._lay_out(plans, np.asarray(batch.lengths), parallel), parallel.is_striped
+        layouts, striped = (
+            self._lay_out_stages(plans, np.asarray(batch.lengths), parallel),
+            parallel.is_striped,
+        )
         if self.sequences == "split":
             assert replay is not None
             plans = load_of_sequences(plans, replay, layouts, topology, striped=striped)
@@ -587,24 +595,31 @@ class Balancer:
             replay, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
         )
 
-    def _lay_out(
+    def _lay_out_stages(
         self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
     ) -> tuple[SequenceLayout, ...]:
-        """Lay out the samples of all stages in sequences of the shapes of earlier batches, where they fit."""
-        if self.sequences == "padded":
+        """Lay out the samples of all stages in sequences, if these hold several samples."""
+        if self.sequences not in LAYOUTS:
             return ()
-        layouts = []
-        for plan in plans:
-            shape = stage_shape(plan, parallel)
-            layout = LAYOUTS[self.sequences](
-                plan.assignment,
-                lengths,
-                shape=self._sequence_shapes.get(shape),
-                align=parallel.aligned_positions,
-            )
-            self._sequence_shapes[shape] = layout.shape
-            layouts.append(layout)
-        return tuple(layouts)
+        return tuple(
+            self._lay_out(self.sequences, stage_shape(plan, parallel), plan.assignment, lengths, parallel)
+            for plan in plans
+        )
+
+    def _lay_out(
+        self,
+        kind: str,
+        shape: str,
+        assignment: Assignment,
+        lengths: Int[Array, " B"],
+        parallel: ExpertParallel,
+    ) -> SequenceLayout:
+        """Lay out the samples of a stage in sequences, whose shape is that of an earlier stage if they fit."""
+        layout = LAYOUTS[kind](
+            assignment, lengths, shape=self._sequence_shapes.get(shape), align=parallel.aligned_positions
+        )
+        self._sequence_shapes[shape] = layout.shape
+        return layout
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -719,22 +734,37 @@ class Balancer:
         return PreparedBatch(plan, parallel, layers, host)
 
     def _live_stages(
-        self, stages: Sequence[Stage], num_samples: int | None, capacities: Capacities | None
+        self, stages: Sequence[Stage], mask: Bool[Array, "B T"] | None, capacities: Capacities | None
     ) -> tuple[PreparedBatch, ...]:
-        """Prepare stages for live routing: samples in order, experts at home, no replicas."""
-        if num_samples is None:
-            raise ValueError("live routing (replay=None) needs num_samples, the number of samples")
+        """Prepare stages for live routing: samples in order or packed, experts at home, no replicas."""
+        if mask is None:
+            raise ValueError("live routing (replay=None) needs mask, the tokens of each sample")
+        if self.sequences == "packed":
+            check_aligned_left(np.asarray(mask))
+        num_samples, num_tokens = mask.shape
+        lengths = np.asarray(mask).sum(1)
         parallel = dataclasses.replace(self.live, capacities=capacities)
         batches = []
         for stage, samples in zip(stages, stage_samples(num_samples, stages), strict=True):
-            assignment = stage.start
+            micro_batches = stage.num_micro_batches
+            assignment, layout = stage.start, None
             if assignment is None:
-                in_order = assign_in_order(
-                    len(samples), parallel.topology, num_micro_batches=stage.num_micro_batches
-                )
-                assignment = shift_samples(in_order, samples.start)
+                if self.sequences in LAYOUTS:
+                    own_lengths = lengths[samples.start : samples.stop]
+                    own = pack_samples(own_lengths, parallel.topology, num_micro_batches=micro_batches)
+                else:
+                    own = assign_in_order(len(samples), parallel.topology, num_micro_batches=micro_batches)
+                assignment = shift_samples(own, samples.start)
+            if self.sequences in LAYOUTS:
+                shape = f"live {micro_batches}x{len(samples)}"
+                layout = self._lay_out("packed", shape, assignment, lengths, parallel)
             sequences = batch_sequences(
-                assignment, None, parallel, num_samples=num_samples, memory_kind=self.memory_kind
+                assignment,
+                layout,
+                parallel,
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+                memory_kind=self.memory_kind,
             )
             batches.append(PreparedBatch(None, parallel, host=HostBatch(sequences)))
         return tuple(batches)

@@ -9,6 +9,7 @@ Everything else sees the same parameters as ever: they migrate, are saved and re
 The host needs room for two copies of the state, because XLA writes a step's results beside its inputs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def on_device[T: nnx.Module](model: T) -> T:
     Args:
         model: the model, with parameters in the memory of host or devices.
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
     variables = dict(nnx.to_flat_state(params))
     if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
         return model
@@ -63,14 +64,13 @@ def on_device[T: nnx.Module](model: T) -> T:
     copied: dict[Path, jax.Array] = {}
     for layers, paths in _stacks(variables).items():
         values = {path: variables[path].get_raw_value() for path in paths}
-        if layers is None:
-            copied |= cast(to_device(values))
-        else:
-            copied |= jax.lax.scan(
-                lambda _, layer, values=values: (None, cast(take(values, layer))), None, jnp.arange(layers)
-            )[1]
+
+        def copy(_: None, number: Any, values: dict[Path, jax.Array] = values) -> Any:
+            return None, cast(_take(values, number))
+
+        copied |= _run_layers(copy, None, layers)[1]
     moved = [(path, variable.replace(copied[path])) for path, variable in variables.items()]
-    return nnx.merge(graph, nnx.from_flat_state(moved), rest, copy=True)
+    return nnx.merge(graph, nnx.from_flat_state(moved), *rest, copy=True)
 
 
 def apply_gradients(
@@ -104,8 +104,8 @@ def apply_gradients(
             tx, lambda leaf, keep: leaf if keep else None, state, part, transform_non_params=lambda _: None
         )
 
-        def step(number: Any, inputs: Any = (of_params, of_gradients, moments)) -> Any:
-            params, gradients, moments = to_device(inputs) if number is None else take(inputs, number)
+        def step(_: Any, number: Any, inputs: Any = (of_params, of_gradients, moments)) -> Any:
+            params, gradients, moments = _take(inputs, number)
             updates, stepped = tx.update(_scale(gradients, factor), _merge(moments, counts), params)
             moments = optax.tree_map_params(
                 tx, lambda leaf: leaf, stepped, transform_non_params=lambda _: None
@@ -114,17 +114,22 @@ def apply_gradients(
             new = optax.apply_updates(params, updates), moments
             return counted, jax.tree.map(_put_beside, new, (inputs[0], inputs[2]))
 
-        if layers is None:
-            counted, stepped = step(None)
-        else:
-            counted, stepped = jax.lax.scan(
-                lambda _, number, step=step: step(number), counts, jnp.arange(layers)
-            )
+        counted, stepped = _run_layers(step, counts, layers)
         new_params.append(stepped[0])
         new_state.append(stepped[1])
     nnx.update(model, _merge(*new_params))
     nnx.update(optimizer.opt_state, nnx.state(_merge(*new_state, counted)))
     optimizer.step[...] += 1
+
+
+def _run_layers(step: Callable[[Any, Any], Any], carry: Any, layers: int | None) -> Any:
+    """Scan ``step(carry, number)`` over stacked layers, or call it once without a number if there are none."""
+    return step(carry, None) if layers is None else jax.lax.scan(step, carry, jnp.arange(layers))
+
+
+def _take(tree: Any, number: Any) -> Any:
+    """Return the arrays of one layer, or whole arrays without a number, in device memory."""
+    return to_device(tree) if number is None else take(tree, number)
 
 
 def _scale(gradients: Any, factor: Any) -> Any:

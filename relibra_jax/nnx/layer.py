@@ -22,11 +22,12 @@ from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 from relibra_jax.contract.plan import home_layout
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
+from relibra_jax.execution.chunks import moe_layer_in_chunks
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
 from relibra_jax.execution.moe import ExpertMlp, moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch, prepare_layer
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert_spec
 from relibra_jax.support.argument_types import checks_arguments
@@ -153,9 +154,10 @@ class MoELayer(nnx.Module):
     ) -> MoEOutput:
         """Run the layer, either with the recorded routing ``expert_ids`` or with live routing.
 
-        The load of a live call is unknown beforehand, so ``parallel`` without capacities sizes the buffers for the
-        worst case. For smaller buffers call `route` first, plan the counted load, and then replay the ids. If a buffer
-        is too small, the output is NaN; the layer never drops a token.
+        The load of a live call is unknown beforehand. So without capacities the layer has buffers for the worst case,
+        and runs ``parallel.chunk_tokens`` tokens of each rank at a time (`relibra_jax.execution.chunks`). To run all at
+        once, call `route` first, plan the counted load, and then replay the ids. If a buffer is too small, the output
+        is NaN; the layer never drops a token.
 
         Args:
             x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis. The number of ranks must
@@ -194,12 +196,14 @@ class MoELayer(nnx.Module):
         ids = jnp.asarray(expert_ids, jnp.int32)
         if mask is not None:
             ids = jnp.where(mask[..., None], ids, EMPTY)
-        layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
         gates = gates_at(logits, ids, self.gating)
-        routed_output, slot_rows = moe_layer(
-            x, ids, gates, experts, layer, parallel, expert_mlp=self.expert_mlp
-        )
-        y = routed_output * one_or_nan(self._is_placed(layer.slot_expert), jnp.asarray(routed_output))
+        arguments = (x, ids, gates, experts)
+        if isinstance(plan, PreparedLayer):
+            routed = moe_layer(*arguments, plan, parallel, expert_mlp=self.expert_mlp)
+        else:
+            routed = moe_layer_in_chunks(*arguments, plan, parallel, expert_mlp=self.expert_mlp)
+        routed_output, slot_rows = routed
+        y = routed_output * one_or_nan(self._is_placed(plan.slot_expert), jnp.asarray(routed_output))
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits, slot_rows)
