@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -28,15 +29,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot.findings import read_compiled
 from experiments.aot.gpus import GPUS, described_devices
 from experiments.aot.stack import FAST_COMPILATION, with_shardings
+from experiments.aot.whole_generation import decode_wave, prompt_shapes, run_prompts, state_shapes
 from experiments.model_memory import PUBLISHED
 from experiments.rl.devices import FSDP, copies_of_group
+from experiments.rl.generation import DecodingState, PaddedPrompts
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import Clip, TrainingBatch, recompute, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan, Topology
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, prepare_layers
 from relibra_jax.execution.mesh import RANKS, expert_mesh
-from relibra_jax.models import ModelConfig
+from relibra_jax.models import LanguageModel, ModelConfig
 from relibra_jax.models.hf_config import model_config
 from relibra_jax.models.language_model import model_maker
 from relibra_jax.nnx import PreparedBatch, SequencePacking
@@ -48,6 +51,7 @@ UNEVEN: Final = 1.1
 """The rows of the busiest rank over the mean, as buffers have room for."""
 MOST_GB: Final = 75.0
 """The memory of an H100 that a program may take, in GB; the rest of the 80 GB is for the runtime."""
+COMPILER_OPTIONS: Final = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
 VISITED: Final = 0.95
 """The share of a rank's tokens that visit a node, for the busiest pair of nodes."""
 
@@ -56,7 +60,7 @@ VISITED: Final = 0.95
 class Whole:
     """Compile a program of a published model, and print its memory on a device."""
 
-    program: Literal["update", "recompute"] = "update"
+    program: Literal["update", "recompute", "prefill", "decode"] = "update"
     """The program to compile."""
     model: str | None = None
     """The published model. None compiles all of `PROGRAMS`, whatever the other settings are."""
@@ -82,6 +86,14 @@ class Whole:
     """The number of replica slots of a rank."""
     resident_slots: int = 0
     """The number of resident slots of a rank."""
+    samples: int = 32
+    """The number of samples of a rank in a wave of generation."""
+    responses: int = 8
+    """The number of responses of a prompt, which a rank runs once for all of them."""
+    prompt_tokens: int = 2048
+    """The largest number of tokens of a prompt."""
+    response_tokens: int = 8192
+    """The largest number of tokens of a response."""
     record: Path | None = None
     """A file to which the result is added, a line of JSON."""
 
@@ -111,8 +123,38 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class Cluster(NamedTuple):
+    """A model on described GPUs, without its arrays."""
+
+    config: ModelConfig
+    """The sizes of the model."""
+    parallel: ExpertParallel
+    """The mesh and the settings of layers that replay a plan."""
+    make: Callable[[nnx.Rngs], LanguageModel]
+    """A function of random keys that makes the model."""
+
+
+class Lowered(NamedTuple):
+    """A program before it is compiled."""
+
+    program: Any
+    """The function under jit."""
+    arguments: tuple[Any, ...]
+    """The shapes and shardings of its arguments."""
+
+
 def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     """Compile the program; return it with the seconds that took."""
+    cluster = cluster_of(setting)
+    build = training_program if setting.program in ("update", "recompute") else generation_program
+    begin = time.perf_counter()
+    program, arguments = build(setting, cluster)
+    compiled = program.lower(*arguments).compile()
+    return compiled, time.perf_counter() - begin
+
+
+def cluster_of(setting: Whole) -> Cluster:
+    """Return the model of a setting on its described GPUs."""
     assert setting.model is not None
     config = dataclasses.replace(model_config(PUBLISHED[setting.model]), dtype="bfloat16")
     if setting.layers is not None:
@@ -138,6 +180,13 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
     ).with_striping(config.top_k)
     fsdp_axis = FSDP if FSDP in copies else None
     make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=setting.shard_dense)
+    return Cluster(config, parallel, make)
+
+
+def training_program(setting: Whole, cluster: Cluster) -> Lowered:
+    """Return an update, or a recompute."""
+    config, parallel, make = cluster
+    mesh = parallel.mesh
     tx = make_optimizer(1e-5, 1e-5, 0, critic_rate=None, moments=setting.moments)
 
     def build() -> tuple[Agent, nnx.Optimizer]:
@@ -146,7 +195,7 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
 
     graph, shapes = nnx.split(nnx.eval_shape(build))
     state = with_shardings(shapes, mesh)
-    batch, samples, batch_load = batch_shapes(config, parallel, setting)
+    arguments = (state, *batch_shapes(config, parallel, setting))
 
     def recompute_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, _: Any) -> Any:
         agent, _ = nnx.merge(graph, state)
@@ -157,15 +206,38 @@ def compile_program(setting: Whole) -> tuple[jax.stages.Compiled, float]:
         metrics = update(agent, optimizer, batch, samples, load, clip=Clip(), balance=0.01)
         return nnx.state((agent, optimizer)), metrics
 
-    begin = time.perf_counter()
-    options = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
     if setting.program == "recompute":
-        program = jax.jit(recompute_of, compiler_options=options)
-    else:
-        outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
-        program = jax.jit(update_of, donate_argnums=0, out_shardings=outputs, compiler_options=options)
-    compiled = program.lower(state, batch, samples, batch_load).compile()
-    return compiled, time.perf_counter() - begin
+        return Lowered(jax.jit(recompute_of, compiler_options=COMPILER_OPTIONS), arguments)
+    outputs = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+    program = jax.jit(
+        update_of, donate_argnums=0, out_shardings=outputs, compiler_options=COMPILER_OPTIONS
+    )
+    return Lowered(program, arguments)
+
+
+def generation_program(setting: Whole, cluster: Cluster) -> Lowered:
+    """Return the prompt pass of a wave, or its decoding steps."""
+    parallel = cluster.parallel.live
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: cluster.make(nnx.Rngs(0))))
+    weights = with_shardings(shapes, parallel.mesh)
+    prompts = prompt_shapes(parallel, samples=setting.samples, prompt_tokens=setting.prompt_tokens)
+
+    def prefill_of(weights: Any, prompts: PaddedPrompts) -> Any:
+        return run_prompts(
+            *(nnx.merge(graph, weights), prompts, parallel),
+            responses=setting.responses,
+            new_tokens=setting.response_tokens,
+        )
+
+    def decode_of(weights: Any, state: DecodingState, lengths: jax.Array, until: jax.Array) -> Any:
+        return decode_wave(nnx.merge(graph, weights), state, lengths, until, parallel)
+
+    if setting.program == "prefill":
+        return Lowered(jax.jit(prefill_of, compiler_options=COMPILER_OPTIONS), (weights, prompts))
+    state = state_shapes(jax.eval_shape(prefill_of, weights, prompts)[1], parallel)
+    until = jax.ShapeDtypeStruct((), jnp.int32, sharding=prompts.lengths.sharding)
+    program = jax.jit(decode_of, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
+    return Lowered(program, (weights, state, prompts.lengths, until))
 
 
 def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capacities:

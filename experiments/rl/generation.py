@@ -66,7 +66,7 @@ class Responses(NamedTuple):
         return RoutingReplay(self.expert_ids, self.mask)
 
 
-class _State(NamedTuple):
+class DecodingState(NamedTuple):
     """The state of decoding. In arrays over R = max_new_tokens, decoding step s writes column s and nothing else."""
 
     tokens: Int[jax.Array, "B R"]
@@ -158,13 +158,13 @@ def generate(
     copies = math.gcd(len(prompts) // parallel.num_ranks, responses_per_prompt)
     _check_copies(np.asarray(prompts), np.asarray(lengths), copies, responses_per_prompt)
     has_prompt = np.asarray(lengths) > 0
-    prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    ids, state = _begin(
+    prompt = PaddedPrompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    ids, state = prefill(
         policy, prompt, jnp.int32(pad), parallel=parallel, max_new_tokens=max_new_tokens, copies=copies
     )
     sampling = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
-    decode = functools.partial(
-        _decode,
+    continue_decoding = functools.partial(
+        decode,
         policy,
         keys=keys,
         lengths=prompt.lengths,
@@ -173,14 +173,14 @@ def generate(
         parallel=parallel,
     )
     for column in range(watch.every, max_new_tokens, watch.every):
-        state = decode(state, until=jnp.int32(column))
+        state = continue_decoding(state, until=jnp.int32(column))
         ended = np.asarray(on_every_host(state.ended, parallel.mesh))
         if ended[has_prompt].all():
             break
         so_far = functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel)
         if not watch.look(ended, so_far):
             break
-    state = decode(state, until=jnp.int32(max_new_tokens))
+    state = continue_decoding(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
 
 
@@ -256,19 +256,24 @@ def _cut_to_likeliest(logits, top_p):
     return jnp.where(log_probs >= threshold, logits, -jnp.inf)
 
 
-class _Prompts(NamedTuple):
+class PaddedPrompts(NamedTuple):
+    """The prompts of samples, aligned to the left."""
+
     tokens: Int[jax.Array, "B P"]
+    """The tokens. Those after a prompt are not read."""
     lengths: Int[jax.Array, " B"]
+    """The number of tokens in each prompt, 0 for sequences without a sample."""
 
     @property
     def mask(self) -> Bool[jax.Array, "B P"]:
+        """True on the tokens of prompts."""
         return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
 @nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"))
-def _begin(
+def prefill(
     policy: LanguageModel,
-    prompt: _Prompts,
+    prompt: PaddedPrompts,
     pad,
     *,
     parallel: ExpertParallel,
@@ -282,7 +287,7 @@ def _begin(
     samples, longest = prompt.tokens.shape
     chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks)
     room = columns + max_new_tokens
-    prompt = _Prompts(*(leaf[::copies] for leaf in prompt))
+    prompt = PaddedPrompts(*(leaf[::copies] for leaf in prompt))
     # Attention reads up to the whole cache, so prompts of several responses get one that holds no more than prompts.
     cache = policy.empty_cache(samples // copies, columns if copies > 1 else room, parallel)
     ids, hidden, cache = _run_prompts(
@@ -290,7 +295,7 @@ def _begin(
     )
     ids, hidden = (jnp.repeat(leaf, copies, axis=0) for leaf in (ids[:, :longest], hidden))
     written = (samples, max_new_tokens)
-    state = _State(
+    state = DecodingState(
         tokens=jnp.zeros(written, jnp.int32),
         expert_ids=jnp.zeros((*written, *ids.shape[2:]), ids.dtype),
         log_probs=jnp.zeros(written, jnp.float32),
@@ -321,7 +326,7 @@ def _chunks(longest: int, prompts: int) -> tuple[int, int]:
     return chunk, -(-longest // chunk) * chunk
 
 
-def _run_prompts(policy, prompt: _Prompts, pad, cache: Cache, *, chunk: int, columns: int, parallel):
+def _run_prompts(policy, prompt: PaddedPrompts, pad, cache: Cache, *, chunk: int, columns: int, parallel):
     """Run prompts in chunks, up to the end of the longest one.
 
     Returns:
@@ -354,15 +359,15 @@ def _run_prompts(policy, prompt: _Prompts, pad, cache: Cache, *, chunk: int, col
 
 
 @nnx.jit(static_argnames="parallel", donate_argnames="state")
-def _decode(
-    policy: LanguageModel, state: _State, *, keys, lengths, ends, sampling, until, parallel: ExpertParallel
-) -> _State:
+def decode(
+    policy: LanguageModel, state: DecodingState, *, keys, lengths, ends, sampling, until, parallel: ExpertParallel
+) -> DecodingState:
     """Decode up to column ``until``, or until all samples have ended."""
 
-    def unfinished(state: _State) -> Bool[jax.Array, " B"]:
+    def unfinished(state: DecodingState) -> Bool[jax.Array, " B"]:
         return (lengths > 0) & ~state.ended
 
-    def decoding_step(state: _State) -> _State:
+    def decoding_step(state: DecodingState) -> DecodingState:
         def draw_token(key, logits):
             return draw(jax.random.fold_in(key, state.step), logits, *sampling)
 
@@ -373,7 +378,7 @@ def _decode(
         def write(array, column):
             return jax.lax.dynamic_update_slice_in_dim(array, column, state.step, axis=1)
 
-        return _State(
+        return DecodingState(
             write(state.tokens, tokens[:, None]),
             write(state.expert_ids, output.expert_ids),
             write(state.log_probs, log_probs[:, None]),
@@ -390,12 +395,12 @@ def _decode(
     return _on_ranks(state, parallel)
 
 
-def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
+def _on_ranks(state: DecodingState, parallel: ExpertParallel) -> DecodingState:
     """Shard the samples of a state over the ranks, so that every program gets the sharding it was compiled for."""
     others = ("cache", "step")
     by_sample = {name: leaf for name, leaf in state._asdict().items() if name not in others}
     replicated = NamedSharding(parallel.mesh, PartitionSpec())
-    return _State(
+    return DecodingState(
         **jax.lax.with_sharding_constraint(by_sample, parallel.token_sharding),
         cache=shard_cache(state.cache, parallel),
         step=jax.lax.with_sharding_constraint(state.step, replicated),
@@ -403,7 +408,7 @@ def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
-def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
+def _join(prompt: PaddedPrompts, prompt_ids, state: DecodingState, pad, *, parallel: ExpertParallel) -> Responses:
     """Join every prompt and its response into one sequence, without a gap between them."""
     longest, max_new_tokens = prompt.tokens.shape[1], state.tokens.shape[1]
     position, lengths = jnp.arange(longest + max_new_tokens)[None], prompt.lengths[:, None]

@@ -206,10 +206,7 @@ class Balancer:
     @property
     def live(self) -> ExpertParallel:
         """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
-        topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
-        # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
-        options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
-        return dataclasses.replace(self.parallel, topology=topology, **options)
+        return self.parallel.live
 
     @property
     def state(self) -> BalancerState:
