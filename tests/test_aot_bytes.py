@@ -25,7 +25,7 @@ from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, count_capacities
 
-TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
+AXES = {"node": 2, "local": 4}
 LOCAL, NODE, ALL = (
     "mesh['node'=2,'local'=4] {'local'}",
     "mesh['node'=2,'local'=4] {'node'}",
@@ -60,7 +60,7 @@ def program(line, trips='{"known_trip_count":{"n":"5"}}'):
 
 def sent_by(line, scope="dispatch", groups=LOCAL, **trips):
     line = f'{line}, replica_groups={groups}, metadata={{op_name="step/{scope}/op"}}'
-    return count_sent(program(line, **trips).transfers(), TOPOLOGY)
+    return count_sent(program(line, **trips).transfers(), AXES)
 
 
 # Five runs of 8 x 6 bfloat16 numbers: 480 bytes.
@@ -84,7 +84,7 @@ def test_count_sent_counts_an_asynchronous_exchange_once():
         f'replica_groups={NODE}, metadata={{op_name="step/push_residents/op"}}\n'
         "  %b = bf16[8,6]{1,0} all-to-all-done(%a)"
     )
-    assert count_sent(program(line).transfers(), TOPOLOGY) == {("push", "node"): 480 // 2}
+    assert count_sent(program(line).transfers(), AXES) == {("push", "node"): 480 // 2}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,7 @@ def test_count_sent_rejects_a_loop_of_unknown_length():
         ("replica_fetch", "%a = f32[4]{0} all-to-all(%f)", "replicas"),
         ("return_gradients", "%a = f32[4]{0} all-to-all(%f)", "return"),
         ("attention", "%a = f32[4]{0} all-reduce(%f)", "dense"),
+        ("attention", "%a = f32[32]{0} all-gather(%f)", "dense"),
         ("attention", "%a = f32[4]{0} all-to-all(%f)", "other"),
     ],
 )

@@ -37,7 +37,12 @@ def prompt_shapes(parallel: ExpertParallel, *, samples: int, prompt_tokens: int)
 
 
 def run_prompts(
-    policy: LanguageModel, prompts: PaddedPrompts, parallel: ExpertParallel, *, responses: int, new_tokens: int
+    policy: LanguageModel,
+    prompts: PaddedPrompts,
+    parallel: ExpertParallel,
+    *,
+    responses: int,
+    new_tokens: int,
 ) -> tuple[Any, DecodingState]:
     """Run the prompts of a wave, each once for its responses.
 
@@ -54,7 +59,11 @@ def run_prompts(
 
 
 def decode_wave(
-    policy: LanguageModel, state: DecodingState, lengths: jax.Array, until: jax.Array, parallel: ExpertParallel
+    policy: LanguageModel,
+    state: DecodingState,
+    lengths: jax.Array,
+    until: jax.Array,
+    parallel: ExpertParallel,
 ) -> DecodingState:
     """Decode a wave up to a column, with temperature and top-p.
 

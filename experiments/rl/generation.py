@@ -360,7 +360,15 @@ def _run_prompts(policy, prompt: PaddedPrompts, pad, cache: Cache, *, chunk: int
 
 @nnx.jit(static_argnames="parallel", donate_argnames="state")
 def decode(
-    policy: LanguageModel, state: DecodingState, *, keys, lengths, ends, sampling, until, parallel: ExpertParallel
+    policy: LanguageModel,
+    state: DecodingState,
+    *,
+    keys,
+    lengths,
+    ends,
+    sampling,
+    until,
+    parallel: ExpertParallel,
 ) -> DecodingState:
     """Decode up to column ``until``, or until all samples have ended."""
 
@@ -408,7 +416,9 @@ def _on_ranks(state: DecodingState, parallel: ExpertParallel) -> DecodingState:
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
-def _join(prompt: PaddedPrompts, prompt_ids, state: DecodingState, pad, *, parallel: ExpertParallel) -> Responses:
+def _join(
+    prompt: PaddedPrompts, prompt_ids, state: DecodingState, pad, *, parallel: ExpertParallel
+) -> Responses:
     """Join every prompt and its response into one sequence, without a gap between them."""
     longest, max_new_tokens = prompt.tokens.shape[1], state.tokens.shape[1]
     position, lengths = jnp.arange(longest + max_new_tokens)[None], prompt.lengths[:, None]

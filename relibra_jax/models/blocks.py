@@ -30,6 +30,7 @@ class Block(nnx.Module):
         self.experts = MoELayer(
             *(topology, config.width, config.expert_width, config.gating),
             shared_width=config.shared_width,
+            dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
             fsdp_axis=fsdp_axis,
             rngs=rngs,

@@ -166,9 +166,9 @@ def _rooms(columns: int) -> list[int]:
 def _attend_to_first(room, query, positions, layer_cache: LayerCache):
     cache, layer = layer_cache
     keys, values = (
-        jax.lax.dynamic_slice(
-            stored, (layer, 0, 0, 0, 0), (1, *stored.shape[1:3], room, stored.shape[4])
-        )[0].swapaxes(1, 2)
+        jax.lax.dynamic_slice(stored, (layer, 0, 0, 0, 0), (1, *stored.shape[1:3], room, stored.shape[4]))[
+            0
+        ].swapaxes(1, 2)
         for stored in (cache.keys, cache.values)
     )
     causal = positions[:, None, :, None] >= cache.positions[:, None, None, :room]
