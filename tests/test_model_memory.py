@@ -226,7 +226,7 @@ def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
 
 def test_a_wave_counts_the_cache_of_its_own_samples():
     small, whole = (
-        memory_by_stage(run_sizes(Train(prompts=64, wave_samples=wave)))["rollout"]["cache"]
+        memory_by_stage(run_sizes(Train(prompts=64, wave_samples=wave)))["decoding"]["cache"]
         for wave in (8, None)
     )
     assert whole == 64 * small

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.rl.generation import Watch, _chunks, draw, generate
+from experiments.rl.generation import Watch, chunks_of_prompts, draw, generate
 from experiments.rl.policy import TINY
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import Topology
@@ -196,13 +196,13 @@ def test_watch_gets_ended_responses_and_changes_none():
 
 
 @pytest.mark.slow
-def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results(monkeypatch):
+def test_prompt_of_several_responses_runs_once_inchunks_of_prompts_with_the_same_results(monkeypatch):
     first = np.arange(SAMPLES) // 2 * 2
     prompts, lengths = PROMPTS[first], LENGTHS[first]
     lengths[:2] = 0
     expected = sample(prompts, lengths, temperature=1.5, top_p=0.9)
     monkeypatch.setattr("experiments.rl.generation.PREFILL_TOKENS", 3)
-    assert _chunks(LONGEST, prompts=1) == (3, 6)
+    assert chunks_of_prompts(LONGEST, prompts=1) == (3, 6)
     actual = sample(prompts, lengths, temperature=1.5, top_p=0.9, responses_per_prompt=2)
     for name in ("tokens", "mask", "response_mask", "expert_ids", "ended"):
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))

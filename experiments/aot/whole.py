@@ -1,11 +1,12 @@
-"""Whole published models: an update or a recompute of a run, compiled for a cluster of described H100s.
+"""Whole published models: the programs of a run, compiled for a cluster of described H100s.
 
-    make aot-full                                  # all programs of the table that fit, a quarter of an hour
+    make aot-full                                  # nine programs of the tables that fit, half an hour
     python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
 
 The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
 of packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. A recompute
-scans the same micro-batches for the log-probabilities of their tokens, without residents. Weights are float32, the
+scans the same micro-batches for the log-probabilities of their tokens, without residents. ``prefill`` and ``decode`` are
+the prompt pass and the decoding steps of a wave (`experiments.aot.whole_generation`). Weights are float32, the
 computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such nodes. The
 largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
 """
@@ -54,7 +55,7 @@ UNEVEN: Final = 1.1
 """The rows of the busiest rank over the mean, as buffers have room for."""
 MOST_GB: Final = 75.0
 """The memory of an H100 that a program may take, in GB; the rest of the 80 GB is for the runtime."""
-GENERATION_PROGRAMS: Final = ("prefill", "decode")
+GENERATION_PROGRAMS: Final[tuple[Literal["prefill", "decode"], ...]] = ("prefill", "decode")
 TRAINING: Final = ("tokens", "micro_batches", "replica_slots", "resident_slots")
 """The settings that change nothing in programs of generation."""
 GENERATION: Final = ("samples", "responses", "prompt_tokens", "response_tokens")
@@ -107,12 +108,15 @@ class Whole:
 
 
 _SMALL: Final = Whole(model="Qwen3-30B-A3B", shard_dense=True)
+_LARGE: Final = Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384, resident_slots=1)
 PROGRAMS: Final = (
     dataclasses.replace(_SMALL, shard_dense=False),
     _SMALL,
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
-    Whole(model="Qwen3-235B-A22B", fsdp=4, shard_dense=True, tokens=16384, resident_slots=1),
+    _LARGE,
+    *(dataclasses.replace(_SMALL, program=program) for program in GENERATION_PROGRAMS),
+    *(dataclasses.replace(_LARGE, program=program, samples=16) for program in GENERATION_PROGRAMS),
 )
 """The programs of the table in docs/guides/rl-run.md that fit."""
 
@@ -356,12 +360,14 @@ def sizes_of(setting: Whole) -> RunSizes:
         rows=int(UNEVEN * setting.tokens * config.top_k),
         samples=setting.samples,
         columns=setting.prompt_tokens + setting.response_tokens,
+        prompt_tokens=setting.prompt_tokens,
+        responses=setting.responses,
     )
 
 
 def moments_of(setting: Whole) -> int:
     """Return the bytes of AdamW's moments on a device."""
-    return memory_by_stage(sizes_of(setting))["rollout"]["moments"]
+    return memory_by_stage(sizes_of(setting))["backward"]["moments"]
 
 
 def bytes_of(program: Program, setting: Whole) -> tuple[dict[str, float], dict[str, float], list[str]]:

@@ -270,7 +270,7 @@ class PaddedPrompts(NamedTuple):
         return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
-@nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"))
+@nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"), graph_updates=False)
 def prefill(
     policy: LanguageModel,
     prompt: PaddedPrompts,
@@ -285,7 +285,7 @@ def prefill(
     Every ``copies`` successive samples have the same prompt, which runs once.
     """
     samples, longest = prompt.tokens.shape
-    chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks)
+    chunk, columns = chunks_of_prompts(longest, samples // copies // parallel.num_ranks)
     room = columns + max_new_tokens
     prompt = PaddedPrompts(*(leaf[::copies] for leaf in prompt))
     # Attention reads up to the whole cache, so prompts of several responses get one that holds no more than prompts.
@@ -309,7 +309,7 @@ def prefill(
     return ids, _on_ranks(state, parallel)
 
 
-def _chunks(longest: int, prompts: int) -> tuple[int, int]:
+def chunks_of_prompts(longest: int, prompts: int) -> tuple[int, int]:
     """Divide the positions of prompts into equal chunks of at most `PREFILL_TOKENS` tokens of a rank.
 
     Args:
@@ -319,7 +319,7 @@ def _chunks(longest: int, prompts: int) -> tuple[int, int]:
     Returns:
         The number of positions in a chunk, which is at least 1, and in all chunks together, at least ``longest``.
 
-    >>> _chunks(24, 32), _chunks(1000, 3), _chunks(5, 2000)
+    >>> chunks_of_prompts(24, 32), chunks_of_prompts(1000, 3), chunks_of_prompts(5, 2000)
     ((24, 24), (334, 1002), (1, 5))
     """
     chunk = -(-longest // -(-longest * prompts // PREFILL_TOKENS))
@@ -358,7 +358,7 @@ def _run_prompts(policy, prompt: PaddedPrompts, pad, cache: Cache, *, chunk: int
     return results
 
 
-@nnx.jit(static_argnames="parallel", donate_argnames="state")
+@nnx.jit(static_argnames="parallel", donate_argnames="state", graph_updates=False)
 def decode(
     policy: LanguageModel,
     state: DecodingState,
@@ -379,7 +379,9 @@ def decode(
         def draw_token(key, logits):
             return draw(jax.random.fold_in(key, state.step), logits, *sampling)
 
-        tokens, log_probs = jax.vmap(draw_token)(keys, policy.logits(state.hidden))
+        # Each rank draws for its own samples, from whole rows of logits.
+        logits = jax.lax.with_sharding_constraint(policy.logits(state.hidden), parallel.token_sharding)
+        tokens, log_probs = jax.vmap(draw_token)(keys, logits)
         active = unfinished(state)
         output, cache = policy.extend(tokens[:, None], active[:, None], state.cache, parallel=parallel)
 
