@@ -1,9 +1,8 @@
 """The memory of a rank during generation, by item: the prompt pass of a wave, and its decoding steps.
 
 Both have the weights and the cache of the wave, which the prompt pass returns and decoding steps write in place.
-Routing
-is live, so the buffers of a layer have the worst case of rows: all tokens of a group at the experts of one rank. The
-counts are held against XLA's for CPUs and for described H100s in `tests/test_generation_memory.py`.
+Routing is live, so the buffers of a layer have the worst case of rows: all tokens of a group at the experts of one
+rank. The counts are held against XLA's for CPUs and for described H100s in `tests/test_generation_memory.py`.
 """
 
 import math
@@ -47,8 +46,8 @@ class GatheredWeights(NamedTuple):
     embedding: int
     """The parameters of the embedding, if it is sharded; 0 otherwise."""
     experts: int
-    """The parameters of the rank's experts of all layers, if each is sharded over copies; 0 otherwise. XLA for GPUs
-    copies them once into the layout in which it gathers them."""
+    """The parameters of the rank's experts of all layers, if each is sharded over copies; 0 otherwise. Before decoding
+    steps, XLA for GPUs copies them once into the layout in which it gathers them."""
 
 
 def prompt_items(
@@ -80,7 +79,7 @@ def prompt_items(
         "cache": cache,
         "cache of prompts": prompts * columns * config.cache_bytes if copies > 1 else 0,
         "arrays of a chunk": max(largest, arrays - cache) if fits else arrays,
-        **_weight_items(weights, width),
+        "weights of a layer": round(WEIGHT_COPIES * width * weights.layer),
     }
 
 
@@ -97,7 +96,8 @@ def decoding_items(
         "buffers of live routing": ROW_ARRAYS * rows,
         "logits of the last tokens": 4 * LOGIT_ARRAYS * wave.samples * config.vocabulary,
         "gathered embedding": width * weights.embedding,
-        **_weight_items(weights, width),
+        "weights of a layer": round(WEIGHT_COPIES * width * weights.layer),
+        "experts in another layout": 4 * weights.experts,
     }
 
 
@@ -110,10 +110,3 @@ def live_rows(tokens: int, config: ModelConfig, topology: Topology) -> int:
         replica_slots=0,
     )
     return worst_case_capacities(tokens, config.top_k, home).rows
-
-
-def _weight_items(weights: GatheredWeights, width: int) -> dict[str, int]:
-    return {
-        "weights of a layer": round(WEIGHT_COPIES * width * weights.layer),
-        "experts in another layout": 4 * weights.experts,
-    }

@@ -181,7 +181,7 @@ class RunSizes:
     """The number of samples of a rank in a rollout."""
     columns: int = 0
     """The number of columns of the rollout's cache: the tokens of a sample."""
-    prompt_tokens: int = 0
+    prompt_tokens: int = 1
     """The largest number of tokens of a prompt."""
     responses: int = 1
     """The number of samples of a rank that follow one another with the same prompt, which runs once for them."""

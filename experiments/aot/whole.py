@@ -5,10 +5,10 @@
 
 The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
 of packed sequences with recorded routing, returns the residents' gradients, clips, and takes an AdamW step. A recompute
-scans the same micro-batches for the log-probabilities of their tokens, without residents. ``prefill`` and ``decode`` are
-the prompt pass and the decoding steps of a wave (`experiments.aot.whole_generation`). Weights are float32, the
+scans the same micro-batches for the log-probabilities of their tokens, without residents. ``prefill`` and ``decode``
+are the prompt pass and the decoding steps of a wave (`experiments.aot.whole_generation`). Weights are float32, the
 computation is in bfloat16, and everything runs as `relibra_jax.execution.ExpertParallel` chooses on such nodes. The
-largest memory of a device is XLA's own figure (`memory_analysis`). No GPU is needed or used.
+memory of a device is XLA's own count (`memory_analysis`): arguments, temporaries and outputs. No GPU is needed or used.
 """
 
 import dataclasses
