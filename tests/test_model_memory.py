@@ -200,7 +200,9 @@ RECORD = Path(__file__).parents[1] / "experiments" / "results" / "whole_models.j
 UPDATES = [line for line in map(json.loads, RECORD.read_text().splitlines()) if line["program"] == "update"]
 
 
-@pytest.mark.parametrize("line", UPDATES, ids=lambda line: f"{line['model']} {line['nodes']} {line['tokens']}")
+@pytest.mark.parametrize(
+    "line", UPDATES, ids=lambda line: f"{line['model']} {line['nodes']} {line['tokens']}"
+)
 def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
     """The record is of ``python -m experiments.aot.whole``, where XLA says how much memory a program takes."""
     fields = {field.name for field in dataclasses.fields(Whole)}

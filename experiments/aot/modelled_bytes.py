@@ -14,7 +14,7 @@ out:
 """
 
 import dataclasses
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
@@ -31,7 +31,8 @@ NO_TIME: Final = 1e30
 """A speed at which bytes and operations take no time."""
 PRICED: Final = ("tokens", "replicas", "residents")
 """The contents that the cost model prices as they run."""
-LEAST, MOST = 0.99, 1.26
+LEAST: Final = 0.99
+MOST: Final = 1.26
 """The ratios of sent to priced bytes that are allowed for `PRICED`: 5/4 for tokens, 1 for the others."""
 
 
@@ -104,7 +105,7 @@ def priced_bytes(
         for network in ("slow", "fast")
     )
     stripes = inside.stripe * tokens * config.top_k
-    priced: dict[tuple[str, Axes], float] = {
+    priced: dict[tuple[str, Axes], Any] = {
         ("tokens", "node"): runs * across.crossing * (nodes - 1) * sizes.node.pair,
         ("tokens", "local"): runs * (inside.spread * (local - 1) * sizes.local.pair + stripes),
     }
@@ -118,7 +119,7 @@ def priced_bytes(
         priced["residents", "node"] = across.push * sizes.push.pair * (nodes - 1) / local / copies
     if updates:
         priced["dense", "all"] = config.moe_layers * (across.update + inside.update)
-    return priced
+    return {key: float(size) for key, size in priced.items()}
 
 
 def _bytes_of(network: str) -> Cluster:

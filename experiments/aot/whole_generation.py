@@ -4,7 +4,7 @@ Both are those of `experiments.rl.generation`, as a run compiles them for every 
 is live, so buffers have the sizes of the worst case.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from experiments.rl.generation import DecodingState, PaddedPrompts, decode, pref
 from relibra_jax.execution import ExpertParallel
 from relibra_jax.models import LanguageModel
 
-ENDS = 2
+ENDS: Final = 2
 """The number of tokens that end a response."""
 
 
@@ -28,12 +28,11 @@ def prompt_shapes(parallel: ExpertParallel, *, samples: int, prompt_tokens: int)
     """
     everywhere = NamedSharding(parallel.mesh, PartitionSpec())
     wave = samples * parallel.num_ranks
-    return PaddedPrompts(
-        *(
-            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
-            for shape in ((wave, prompt_tokens), (wave,))
-        )
-    )
+
+    def shape(*size: int) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.int32, sharding=everywhere)
+
+    return PaddedPrompts(shape(wave, prompt_tokens), shape(wave))
 
 
 def run_prompts(
@@ -95,7 +94,7 @@ def state_shapes(state: DecodingState, parallel: ExpertParallel) -> DecodingStat
         parallel: the mesh.
     """
 
-    def place(leaf: Any, *spec: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf: Any, *spec: Any) -> Any:
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(parallel.mesh, PartitionSpec(*spec))
         )
