@@ -126,9 +126,11 @@ def _bytes_of(network: str) -> Cluster:
     """Return hardware on which only one network takes time, a second a byte."""
     speeds = ("matmul_flops", "memory_bandwidth", "slow_bandwidth", "fast_bandwidth")
     efficiencies = ("matmul_efficiency", "network_efficiency", "memory_efficiency")
-    numbers = (
-        dict.fromkeys(speeds, NO_TIME) | dict.fromkeys(efficiencies, 1.0) | {f"{network}_bandwidth": 1.0}
-    )
+    numbers: dict[str, Any] = {
+        **dict.fromkeys(speeds, NO_TIME),
+        **dict.fromkeys(efficiencies, 1.0),
+        f"{network}_bandwidth": 1.0,
+    }
     return dataclasses.replace(CLUSTERS["h100"], **numbers)
 
 
