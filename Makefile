@@ -55,7 +55,7 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
-aot-full: .venv-aot/installed  ## compile updates of whole published models, and check that they fit; a quarter of an hour
+aot-full: .venv-aot/installed  ## compile updates and generation of whole published models, and check that they fit; half an hour
 	JAX_PLATFORMS=cpu $(AOT) -m experiments.aot.whole
 
 aot-quick: .venv-aot/installed  ## the same without what repeats a check at more sizes

@@ -7,7 +7,8 @@ device in all stages, and what it holds at its peak:
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
     backward   the sum of gradients, gradients of one micro-batch (4 bytes), layer inputs, arrays of one layer
     live       as backward, for an update that routes live in buffers for the worst case of a chunk
-    rollout    the cache of keys and values, logits of the last tokens
+    prompts    the cache of keys and values of a wave and of its prompts, arrays of one chunk, weights of one layer
+    decoding   the cache of a wave, the part of one layer, buffers of live routing, logits of the last tokens
 
 So a run needs 20 bytes for each parameter of a rank, or 16 with moments in bfloat16, and the memory of its tokens. A
 rank has its part of the experts, and all other parameters or, with ``shard_dense``, its part of them.
@@ -15,8 +16,8 @@ rank has its part of the experts, and all other parameters or, with ``shard_dens
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
 `tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
 without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
-H100, not run). Not counted are the prompts' pass of a rollout, a recompute in fewer micro-batches than the updates,
-buffers of NCCL, and the runtime itself.
+H100, not run). Not counted are a recompute that routes live, a recompute in fewer micro-batches than the updates,
+buffers of NCCL, and the runtime itself. `experiments.generation_memory` counts the stages of generation.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.generation_memory import GatheredWeights, Wave, decoding_items, prompt_items
 from relibra_jax.contract.types import Topology
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.block_attention import BLOCK
@@ -188,6 +190,10 @@ class RunSizes:
     """The number of samples of a rank in a rollout."""
     columns: int = 0
     """The number of columns of the rollout's cache: the tokens of a sample."""
+    prompt_tokens: int = 1
+    """The largest number of tokens of a prompt."""
+    responses: int = 1
+    """The number of samples of a rank that follow one another with the same prompt, which runs once for them."""
 
     @property
     def mesh(self) -> AbstractMesh:
@@ -203,8 +209,8 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages loss, backward, rollout and, with ``chunk_tokens``, live, in bytes. The states are items
-        of every stage.
+        The items of the stages loss, backward, with ``chunk_tokens`` live, and with samples prompts and decoding, in
+        bytes. The states are items of every stage.
     """
     config, topology, parameters = sizes.config, sizes.topology, rank_parameters(sizes)
     width = jnp.dtype(config.dtype).itemsize
@@ -252,11 +258,6 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
             "arrays of the loss": LOSS_ARRAYS * width * tokens * config.width,
         },
         "backward": backward,
-        "rollout": {
-            **states,
-            "cache": sizes.samples * sizes.columns * config.cache_bytes,
-            "logits of the last tokens": 3 * 4 * sizes.samples * config.vocabulary,
-        },
     }
     if sizes.chunk_tokens is not None:
         number = max(1, -(-tokens // sizes.chunk_tokens))
@@ -271,6 +272,16 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
             "arrays of a layer": layer + max(scores, chunked + ROW_ARRAYS * width * live_rows * config.width),
             "replicas": 0,
         }
+    if sizes.samples:
+        wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses)
+        experts = config.moe_layers * topology.home_slots * expert // sizes.fsdp
+        gathered = GatheredWeights(
+            layer=parameters.layer,
+            embedding=config.width * config.vocabulary if sizes.shard_dense else 0,
+            experts=experts if sizes.fsdp > 1 else 0,
+        )
+        stages["prompts"] = {**states, **prompt_items(wave, config, topology, gathered)}
+        stages["decoding"] = {**states, **decoding_items(wave, config, topology, gathered)}
     return {name: {item: round(size) for item, size in stage.items()} for name, stage in stages.items()}
 
 

@@ -1,12 +1,15 @@
 """The bytes that `make aot` counts in a compiled program, and its conclusions from them and from updates."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from support.plans import load_of, random_ids, random_plan
 
-from experiments.aot.bytes import count_sent
+from experiments.aot.bytes import count_by_kind, count_sent
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.hlo import Program
+from experiments.aot.modelled_bytes import PRICED, compare_bytes
 from experiments.aot.stack import Model
 from experiments.aot.update_checks import (
     BATCHES,
@@ -17,6 +20,7 @@ from experiments.aot.update_checks import (
     judge_batches,
     look_into_layers,
 )
+from experiments.rl.policy import TINY
 from relibra_jax.contract.types import Price, Topology, layer_plans
 from relibra_jax.cost.copies import push_time
 from relibra_jax.cost.cost_model import COMPUTE_BYTES
@@ -25,7 +29,7 @@ from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, count_capacities
 
-TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
+AXES = {"node": 2, "local": 4}
 LOCAL, NODE, ALL = (
     "mesh['node'=2,'local'=4] {'local'}",
     "mesh['node'=2,'local'=4] {'node'}",
@@ -60,7 +64,7 @@ def program(line, trips='{"known_trip_count":{"n":"5"}}'):
 
 def sent_by(line, scope="dispatch", groups=LOCAL, **trips):
     line = f'{line}, replica_groups={groups}, metadata={{op_name="step/{scope}/op"}}'
-    return count_sent(program(line, **trips).transfers(), TOPOLOGY)
+    return count_sent(program(line, **trips).transfers(), AXES)
 
 
 # Five runs of 8 x 6 bfloat16 numbers: 480 bytes.
@@ -84,7 +88,7 @@ def test_count_sent_counts_an_asynchronous_exchange_once():
         f'replica_groups={NODE}, metadata={{op_name="step/push_residents/op"}}\n'
         "  %b = bf16[8,6]{1,0} all-to-all-done(%a)"
     )
-    assert count_sent(program(line).transfers(), TOPOLOGY) == {("push", "node"): 480 // 2}
+    assert count_sent(program(line).transfers(), AXES) == {("push", "node"): 480 // 2}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,7 @@ def test_count_sent_rejects_a_loop_of_unknown_length():
         ("replica_fetch", "%a = f32[4]{0} all-to-all(%f)", "replicas"),
         ("return_gradients", "%a = f32[4]{0} all-to-all(%f)", "return"),
         ("attention", "%a = f32[4]{0} all-reduce(%f)", "dense"),
+        ("attention", "%a = f32[32]{0} all-gather(%f)", "dense"),
         ("attention", "%a = f32[4]{0} all-to-all(%f)", "other"),
     ],
 )
@@ -243,3 +248,57 @@ def test_push_time_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
     rows = count_traffic(layer_plans(plan, load), topology)
     rows = (np.asarray(rows.slow_sent) + np.asarray(rows.fast_sent)).sum((0, 1)).max()
     assert 5 * rows * 16 * 2 <= sent["tokens", "all"]
+
+
+def priced_and_sent():
+    """Return the bytes that the cost model prices for an update, and those that follow from the same buffers."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2, resident_slots=1)
+    capacities = Capacities(
+        rows=0,
+        flat=ExchangeSizes(pair=0, own=9, send=0, receive=0),
+        node=ExchangeSizes(pair=11, own=9, send=0, receive=0),
+        local=ExchangeSizes(pair=7, own=9, send=0, receive=0),
+        exports=4,
+        export_copies=0,
+        push=PushSizes(exports=5, pair=6, own=1),
+    )
+    parallel = ExpertParallel(
+        mesh=expert_mesh(topology),
+        topology=topology,
+        capacities=capacities,
+        path="hierarchical",
+        striped=True,
+    )
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    sizes = {"width": config.width, "expert_width": config.expert_width, "top_k": config.top_k}
+    model = Model(**sizes, heads=1, samples=2, positions=12)
+    sent = expected_sent(model, parallel, layers=config.layers, micro_batches=3)
+    return compare_bytes(sent, config, parallel, tokens=24, micro_batches=3, updates=1)
+
+
+def test_cost_model_prices_what_an_update_sends_but_for_the_repeated_dispatch():
+    ratios = {(each.content, each.axes): each.sent / each.priced for each in priced_and_sent() if each.priced}
+    for network in ("node", "local"):
+        assert ratios["tokens", network] == pytest.approx(5 / 4, rel=1e-3)
+        assert ratios["residents", network] == pytest.approx(1, rel=1e-3)
+    assert ratios["replicas", "local"] == pytest.approx(1, rel=1e-3)
+    assert all(each.good for each in priced_and_sent())
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.3])
+def test_compared_bytes_can_be_too_few_and_too_many(factor):
+    wrong = [
+        each._replace(sent=factor * each.priced).good for each in priced_and_sent() if each.content in PRICED
+    ]
+    assert wrong == [False] * 5
+
+
+def test_count_by_kind_knows_the_axes_of_copies():
+    groups = "mesh['fsdp'=2,'node'=2,'local'=2] {'fsdp'}"
+    line = f"%a = bf16[16,6]{{1,0}} all-gather(%x), dimensions={{0}}, replica_groups={groups}"
+    axes = {"fsdp": 2, "node": 2, "local": 2}
+    assert count_by_kind(program(line).transfers(), axes) == {("dense", "all-gather", "fsdp"): 480}
+    both = line.replace("{'fsdp'}", "{'node','local'}").replace("16,6", "32,6")
+    assert count_by_kind(program(both).transfers(), axes) == {("dense", "all-gather", "node+local"): 3 * 480}
+    whole = line.replace("{'fsdp'}", "{'fsdp','node','local'}").replace("16,6", "64,6")
+    assert count_by_kind(program(whole).transfers(), axes) == {("dense", "all-gather", "all"): 7 * 480}

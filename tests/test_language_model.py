@@ -274,7 +274,7 @@ def test_language_model_decoding_writes_the_cache_in_place(dense_layers):
 
     tokens = jax.ShapeDtypeStruct((SAMPLES, 1), jnp.int32)
     program = jax.jit(decode, donate_argnums=2).lower(state, tokens, cache).compile().as_text()
-    of_layer = rf"\d+,{room},{CONFIG.kv_heads},{CONFIG.head_width}"
+    of_layer = rf"\d+,{CONFIG.kv_heads},{room},{CONFIG.head_width}"
     pattern = re.compile(rf"= f32\[(?:\d+,)?{of_layer}\]\S* ([\w-]+)\(")
     written = collections.Counter(pattern.findall(program))
     assert written.pop("dynamic-update-slice") == 2 * (2 if dense_layers else 1)
@@ -289,7 +289,7 @@ def test_repeat_samples_copies_on_the_rank_of_each_sample():
     cache = shard_cache(cache._replace(keys=keys, values=-keys, positions=cache.positions * 0 + 3), LIVE)
     repeat = jax.jit(functools.partial(repeat_samples, copies=2, room=7, parallel=LIVE))
     actual = repeat(cache)
-    np.testing.assert_array_equal(actual.keys[:, :, :5], np.repeat(keys, 2, axis=1))
+    np.testing.assert_array_equal(actual.keys[:, :, :, :5], np.repeat(keys, 2, axis=1))
     np.testing.assert_array_equal(actual.values, -np.asarray(actual.keys))
     assert (actual.positions[:, :5] == 3).all()
     assert (actual.positions[:, 5:] == NOWHERE).all()

@@ -94,15 +94,15 @@ def test_token_log_probs_of_single_tokens_are_0():
 def lower(program):
     """Lower one of the programs of a run that use the model."""
     agent = make_agent(model(), parallel().mesh, critic=False)
-    if program in ("begin", "decode"):
-        prompts = generation._Prompts(jnp.asarray(TOKENS), jnp.full(SEQUENCES, LENGTH, jnp.int32))
+    if program in ("prefill", "decode"):
+        prompts = generation.PaddedPrompts(jnp.asarray(TOKENS), jnp.full(SEQUENCES, LENGTH, jnp.int32))
         arguments = (agent.policy, prompts, jnp.int32(0))
         options = {"parallel": parallel(), "max_new_tokens": 5, "copies": 1}
-        if program == "begin":
-            return generation._begin.lower(*arguments, **options)
-        return generation._decode.lower(
+        if program == "prefill":
+            return generation.prefill.lower(*arguments, **options)
+        return generation.decode.lower(
             agent.policy,
-            generation._begin(*arguments, **options)[1],
+            generation.prefill(*arguments, **options)[1],
             keys=jax.random.split(jax.random.key(0), SEQUENCES),
             lengths=prompts.lengths,
             ends=jnp.array([3]),
@@ -137,7 +137,7 @@ def rows_over_vocabulary(hlo):
 @pytest.mark.parametrize(
     ("program", "most"),
     [
-        ("begin", 16),
+        ("prefill", 16),
         ("decode", 16),
         ("recompute", 20),
         pytest.param("warm-up", 20, marks=pytest.mark.long),

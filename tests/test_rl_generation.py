@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.rl.generation import Watch, _chunks, draw, generate
+from experiments.rl.generation import Watch, chunks_of_prompts, draw, generate
 from experiments.rl.policy import TINY
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import Topology
@@ -124,11 +124,11 @@ def test_generate_does_not_recompile_for_other_ends_and_padding(caplog):
     options = {"temperature": 1.5, "top_p": 0.9}
     with jax.log_compiles(), caplog.at_level("WARNING"):
         first = sample(ends=(EOS, 5, 1), **options)
-        assert "_decode" in caplog.text
+        assert "(decode)" in caplog.text
         caplog.clear()
         swapped = sample(ends=(1, 5, EOS), pad=0, **options)
         sample(ends=(2, 4, 6), pad=6, **options)
-        assert "_decode" not in caplog.text
+        assert "(decode)" not in caplog.text
     np.testing.assert_array_equal(swapped.tokens, np.where(first.mask, first.tokens, 0))
     for name in ("mask", "response_mask", "expert_ids", "log_probs", "ended"):
         np.testing.assert_array_equal(getattr(swapped, name), getattr(first, name))
@@ -201,7 +201,7 @@ def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results()
     prompts, lengths = PROMPTS[first], LENGTHS[first]
     lengths[:2] = 0
     expected = sample(prompts, lengths, temperature=1.5, top_p=0.9)
-    assert _chunks(LONGEST, prompts=1, chunk_tokens=3) == (3, 6)
+    assert chunks_of_prompts(LONGEST, prompts=1, chunk_tokens=3) == (3, 6)
     chunked = dataclasses.replace(PARALLEL, chunk_tokens=3)
     actual = sample(prompts, lengths, temperature=1.5, top_p=0.9, responses_per_prompt=2, parallel=chunked)
     for name in ("tokens", "mask", "response_mask", "expert_ids", "ended"):

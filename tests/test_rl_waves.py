@@ -108,8 +108,8 @@ def test_waves_use_the_same_programs_and_call_no_watch_that_has_returned_false(i
     looks = []
     with jax.log_compiles(), caplog.at_level("WARNING"):
         again = sample(wave_samples=WAVE, watch=Watch(1, lambda *arguments: bool(looks.append(arguments))))
-    assert "_begin" not in caplog.text
-    assert "_decode" not in caplog.text
+    assert "(prefill)" not in caplog.text
+    assert "(decode)" not in caplog.text
     assert len(looks) == 1
     jax.tree.map(np.testing.assert_array_equal, again, in_waves[0])
 

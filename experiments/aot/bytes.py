@@ -8,25 +8,29 @@ For an operand of n bytes, a device in a group of P devices sends:
     collective-permute, -broadcast   n
     ragged-all-to-all                at most n; the exact number is known only at run time
 
-The groups determine the network: ``local`` is inside a node, ``node`` between ranks with the same local index, and
-``all`` across both.
+The groups determine the network: ``local`` is inside a node, ``node`` between ranks with the same local index,
+``fsdp`` and ``data`` between copies of an expert-parallel group, several of them joined with ``+``, and ``all`` across
+the whole mesh.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 from math import prod
 from typing import Final, Literal
 
 import numpy as np
 
 from experiments.aot.hlo import Instruction, Transfer
-from relibra_jax.contract.types import Topology
 
-type Axes = Literal["local", "node", "all"]
+type Axes = str
+"""The mesh axes that a collective crosses: one, several joined with ``+``, or ``all`` for all of several."""
 type Content = Literal["tokens", "gates", "replicas", "push", "return", "dense", "other"]
 type Sent = dict[tuple[Content, Axes], int]
 """Bytes by their content and their network."""
+type SentByKind = dict[tuple[Content, str, Axes], int]
+"""Bytes by their content, the kind of collective and their network."""
 
 _SIZES: Final = {
     "pred": 1,
@@ -45,25 +49,41 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
-def count_sent(transfers: Iterable[Transfer], topology: Topology) -> Sent:
-    """Count the bytes that a device sends in one run of a program.
+def count_sent(transfers: Iterable[Transfer], mesh_axes: Mapping[str, int]) -> Sent:
+    """Count the bytes that a device sends in one run of a program, by content and network.
 
     Args:
         transfers: the collectives of the program.
-        topology: the expert-parallel group; device ``n * G + g`` is rank g of node n.
+        mesh_axes: the sizes of the mesh axes, slowest first: ``mesh.shape``.
+
+    Raises:
+        ValueError: if a collective is in a loop of unknown length.
+    """
+    total: Counter = Counter()
+    for (content, _, axes), sent in count_by_kind(transfers, mesh_axes).items():
+        total[content, axes] += sent
+    return dict(total)
+
+
+def count_by_kind(transfers: Iterable[Transfer], mesh_axes: Mapping[str, int]) -> SentByKind:
+    """Count the bytes that a device sends in one run of a program, by content, kind of collective and network.
+
+    Args:
+        transfers: the collectives of the program.
+        mesh_axes: the sizes of the mesh axes, slowest first: ``mesh.shape``.
 
     Raises:
         ValueError: if a collective is in a loop of unknown length.
     """
     total: Counter = Counter()
     for transfer in transfers:
-        axes, ranks = group_axes(transfer.start, topology)
+        axes, ranks = group_axes(transfer.start, mesh_axes)
         sent = sent_bytes(transfer, ranks) * transfer.times
         if not np.isfinite(sent):
             raise ValueError(
                 f"{transfer.start.name} runs in a loop of unknown length, so its bytes cannot be counted"
             )
-        total[transfer_content(transfer), axes] += round(sent)
+        total[transfer_content(transfer), transfer.kind, axes] += round(sent)
     return dict(total)
 
 
@@ -84,23 +104,26 @@ def sent_bytes(transfer: Transfer, ranks: int) -> float:
     return size * shares[transfer.kind]
 
 
-def group_axes(collective: Instruction, topology: Topology) -> tuple[Axes, int]:
+def group_axes(collective: Instruction, mesh_axes: Mapping[str, int]) -> tuple[Axes, int]:
     """Return the network of a collective, and the number of ranks in each of its groups.
 
     Raises:
-        ValueError: if its groups cannot be parsed, or are neither the ranks of nodes, nor the ranks with one local
-            index, nor all ranks.
+        ValueError: if its groups cannot be parsed, or match no axes of the mesh.
     """
-    groups = _groups(collective.attributes, topology.num_ranks)
-    nodes, local = topology.num_nodes, topology.ranks_per_node
-    ranks = np.arange(nodes * local).reshape(nodes, local)
-    groups_by_axes: dict[Axes, np.ndarray] = {"local": ranks, "node": ranks.T, "all": ranks.reshape(1, -1)}
-    for axes, expected in groups_by_axes.items():
-        if groups is not None and {frozenset(group) for group in groups} == set(
-            map(frozenset, expected.tolist())
-        ):
-            return axes, expected.shape[1]
-    raise ValueError(f"{collective.name}: the groups of ranks match no axis of {nodes} x {local}: {groups}")
+    sizes = tuple(mesh_axes.values())
+    groups = _groups(collective.attributes, prod(sizes))
+    places, names = np.arange(prod(sizes)).reshape(sizes), list(mesh_axes)
+    choices = [chosen for count in range(1, len(names) + 1) for chosen in combinations(names, count)]
+    for chosen in choices:
+        inner = [names.index(name) for name in chosen]
+        outer = [axis for axis in range(len(names)) if axis not in inner]
+        ranks = prod(mesh_axes[name] for name in chosen)
+        expected = places.transpose(outer + inner).reshape(-1, ranks)
+        if groups is not None and set(map(frozenset, groups)) == set(map(frozenset, expected.tolist())):
+            whole = len(chosen) == len(names) > 1
+            return "all" if whole else "+".join(chosen), ranks
+    shape = " x ".join(map(str, sizes))
+    raise ValueError(f"{collective.name}: the groups of ranks match no axis of {shape}: {groups}")
 
 
 def transfer_content(transfer: Transfer) -> Content:
@@ -120,7 +143,7 @@ def transfer_content(transfer: Transfer) -> Content:
     if content is None and transfer.kind == "ragged-all-to-all" and len(shape) == 4:
         # XLA drops the names of ragged exchanges; only the exchange of experts has whole matrices.
         return "replicas"
-    if content is None and transfer.kind == "all-reduce":
+    if content is None and transfer.kind in ("all-gather", "all-reduce", "reduce-scatter"):
         return "dense"
     return content or "other"
 

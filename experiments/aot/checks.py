@@ -113,7 +113,7 @@ def measure(case: Case) -> Measured:
             products = [one for one in transfer.between if program.is_gemm(one)]
             attention = sum("attention" in one.op_name for one in products)
             backward = sum("transpose(" in one.op_name and "rematted" not in one.op_name for one in products)
-            _, ranks = group_axes(transfer.start, parallel.topology)
+            _, ranks = group_axes(transfer.start, parallel.mesh.shape)
             moves.append(
                 Move(
                     phase_of(transfer),
@@ -126,7 +126,7 @@ def measure(case: Case) -> Measured:
             )
         if transfer.kind == "all-gather":
             gathered = max(gathered, *(prod(shape) for _, shape in transfer.start.arrays))
-    sent = count_sent(transfers, parallel.topology)
+    sent = count_sent(transfers, parallel.mesh.shape)
     return Measured(temporary, moves, gathered, sent, expected_sent(MODEL, parallel, layers=case.layers))
 
 

@@ -1,6 +1,6 @@
 """The check of layers that dispatch tokens in two pieces with the exchange of GPUs: what crosses while experts run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple
 
@@ -12,7 +12,6 @@ from experiments.aot.findings import Finding, judge_bytes, print_findings, read_
 from experiments.aot.hlo import Program
 from experiments.aot.stack import compile_step
 from experiments.aot.ways import MODEL, parallel_of
-from relibra_jax.contract.types import Topology
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.routing.sizes import round_capacity
 
@@ -37,9 +36,9 @@ def check_pieces() -> None:
     """Compile and check a stack whose layers dispatch tokens in two pieces."""
     parallel = parallel_in_pieces()
     program, _ = read_compiled(compile_step(MODEL, parallel, layers=LAYERS, scanned=True))
-    sent = count_sent(program.transfers(), parallel.topology)
+    sent = count_sent(program.transfers(), parallel.mesh.shape)
     bytes_sent = judge_bytes(PROGRAM, sent, expected_sent(MODEL, parallel, layers=LAYERS))
-    print_findings([*judge_crossings(crossings(program, parallel.topology)), bytes_sent])
+    print_findings([*judge_crossings(crossings(program, parallel.mesh.shape)), bytes_sent])
 
 
 def parallel_in_pieces() -> ExpertParallel:
@@ -52,10 +51,10 @@ def parallel_in_pieces() -> ExpertParallel:
     return replace(parallel, pieces=PIECES, capacities=replace(sizes, **halves))
 
 
-def crossings(program: Program, topology: Topology) -> Iterator[Crossing]:
-    """Yield the exchanges of tokens between nodes."""
+def crossings(program: Program, mesh_axes: Mapping[str, int]) -> Iterator[Crossing]:
+    """Yield the exchanges of tokens between nodes, on a mesh with axes of these sizes."""
     for transfer in program.transfers():
-        axes, _ = group_axes(transfer.start, topology)
+        axes, _ = group_axes(transfer.start, mesh_axes)
         if axes != "node" or transfer_content(transfer) != "tokens":
             continue
         repeated = "rematted" in transfer.op_name

@@ -77,7 +77,7 @@ def measure_remote() -> Remote:
         dict(exchanges),
         temporary - without,
         [(int(spilled), int(registers)) for spilled, registers in _ASSEMBLED.findall(assembled)],
-        count_sent(transfers, TOPOLOGY)["replicas", "local"],
+        count_sent(transfers, parallel.mesh.shape)["replicas", "local"],
         expected_sent(MODEL, parallel, layers=LAYERS)["replicas", "local"],
     )
 

@@ -105,7 +105,7 @@ def measure_batch(batch: Batch) -> MeasuredBatch:
         MODEL, parallel, layers=LAYERS, micro_batches=MICRO_BATCHES, updates=batch.updates
     )
     layers = look_into_layers(program, batch.layer_runs)
-    return MeasuredBatch(temporary, pushes, layers, count_sent(transfers, parallel.topology), expected)
+    return MeasuredBatch(temporary, pushes, layers, count_sent(transfers, parallel.mesh.shape), expected)
 
 
 def look_into_layers(program: Program, layer_runs: int) -> InLayers:

@@ -62,7 +62,7 @@ class Responses(NamedTuple):
         return RoutingReplay(self.expert_ids, self.mask)
 
 
-class _State(NamedTuple):
+class DecodingState(NamedTuple):
     """The state of decoding. In arrays over R = max_new_tokens, decoding step s writes column s and nothing else."""
 
     tokens: Int[jax.Array, "B R"]
@@ -154,13 +154,13 @@ def generate(
     copies = math.gcd(len(prompts) // parallel.num_ranks, responses_per_prompt)
     _check_copies(np.asarray(prompts), np.asarray(lengths), copies, responses_per_prompt)
     has_prompt = np.asarray(lengths) > 0
-    prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
-    ids, state = _begin(
+    prompt = PaddedPrompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    ids, state = prefill(
         policy, prompt, jnp.int32(pad), parallel=parallel, max_new_tokens=max_new_tokens, copies=copies
     )
     sampling = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
-    decode = functools.partial(
-        _decode,
+    continue_decoding = functools.partial(
+        decode,
         policy,
         keys=keys,
         lengths=prompt.lengths,
@@ -169,14 +169,14 @@ def generate(
         parallel=parallel,
     )
     for column in range(watch.every, max_new_tokens, watch.every):
-        state = decode(state, until=jnp.int32(column))
+        state = continue_decoding(state, until=jnp.int32(column))
         ended = np.asarray(on_every_host(state.ended, parallel.mesh))
         if ended[has_prompt].all():
             break
         so_far = functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel)
         if not watch.look(ended, so_far):
             break
-    state = decode(state, until=jnp.int32(max_new_tokens))
+    state = continue_decoding(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
 
 
@@ -252,19 +252,24 @@ def _cut_to_likeliest(logits, top_p):
     return jnp.where(log_probs >= threshold, logits, -jnp.inf)
 
 
-class _Prompts(NamedTuple):
+class PaddedPrompts(NamedTuple):
+    """The prompts of samples, aligned to the left."""
+
     tokens: Int[jax.Array, "B P"]
+    """The tokens. Those after a prompt are not read."""
     lengths: Int[jax.Array, " B"]
+    """The number of tokens in each prompt, 0 for sequences without a sample."""
 
     @property
     def mask(self) -> Bool[jax.Array, "B P"]:
+        """True on the tokens of prompts."""
         return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
-@nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"))
-def _begin(
+@nnx.jit(static_argnames=("parallel", "max_new_tokens", "copies"), graph_updates=False)
+def prefill(
     policy: LanguageModel,
-    prompt: _Prompts,
+    prompt: PaddedPrompts,
     pad,
     *,
     parallel: ExpertParallel,
@@ -276,9 +281,11 @@ def _begin(
     Every ``copies`` successive samples have the same prompt, which runs once.
     """
     samples, longest = prompt.tokens.shape
-    chunk, columns = _chunks(longest, samples // copies // parallel.num_ranks, parallel.chunk_tokens)
+    chunk, columns = chunks_of_prompts(
+        longest, samples // copies // parallel.num_ranks, parallel.chunk_tokens
+    )
     room = columns + max_new_tokens
-    prompt = _Prompts(*(leaf[::copies] for leaf in prompt))
+    prompt = PaddedPrompts(*(leaf[::copies] for leaf in prompt))
     # Attention reads up to the whole cache, so prompts of several responses get one that holds no more than prompts.
     cache = policy.empty_cache(samples // copies, columns if copies > 1 else room, parallel)
     ids, hidden, cache = _run_prompts(
@@ -286,7 +293,7 @@ def _begin(
     )
     ids, hidden = (jnp.repeat(leaf, copies, axis=0) for leaf in (ids[:, :longest], hidden))
     written = (samples, max_new_tokens)
-    state = _State(
+    state = DecodingState(
         tokens=jnp.zeros(written, jnp.int32),
         expert_ids=jnp.zeros((*written, *ids.shape[2:]), ids.dtype),
         log_probs=jnp.zeros(written, jnp.float32),
@@ -300,7 +307,7 @@ def _begin(
     return ids, _on_ranks(state, parallel)
 
 
-def _chunks(longest: int, prompts: int, chunk_tokens: int) -> tuple[int, int]:
+def chunks_of_prompts(longest: int, prompts: int, chunk_tokens: int) -> tuple[int, int]:
     """Divide the positions of prompts into equal chunks of at most ``chunk_tokens`` tokens of a rank.
 
     They bound the scores of attention. Experts run in such chunks anyway, also if a rank has more prompts than this.
@@ -313,14 +320,14 @@ def _chunks(longest: int, prompts: int, chunk_tokens: int) -> tuple[int, int]:
     Returns:
         The number of positions in a chunk, which is at least 1, and in all chunks together, at least ``longest``.
 
-    >>> _chunks(24, 32, 1024), _chunks(1000, 3, 1024), _chunks(5, 2000, 1024)
+    >>> chunks_of_prompts(24, 32, 1024), chunks_of_prompts(1000, 3, 1024), chunks_of_prompts(5, 2000, 1024)
     ((24, 24), (334, 1002), (1, 5))
     """
     chunk = -(-longest // -(-longest * prompts // chunk_tokens))
     return chunk, -(-longest // chunk) * chunk
 
 
-def _run_prompts(policy, prompt: _Prompts, pad, cache: Cache, *, chunk: int, columns: int, parallel):
+def _run_prompts(policy, prompt: PaddedPrompts, pad, cache: Cache, *, chunk: int, columns: int, parallel):
     """Run prompts in chunks, up to the end of the longest one.
 
     Returns:
@@ -352,27 +359,37 @@ def _run_prompts(policy, prompt: _Prompts, pad, cache: Cache, *, chunk: int, col
     return results
 
 
-@nnx.jit(static_argnames="parallel", donate_argnames="state")
-def _decode(
-    policy: LanguageModel, state: _State, *, keys, lengths, ends, sampling, until, parallel: ExpertParallel
-) -> _State:
+@nnx.jit(static_argnames="parallel", donate_argnames="state", graph_updates=False)
+def decode(
+    policy: LanguageModel,
+    state: DecodingState,
+    *,
+    keys,
+    lengths,
+    ends,
+    sampling,
+    until,
+    parallel: ExpertParallel,
+) -> DecodingState:
     """Decode up to column ``until``, or until all samples have ended."""
 
-    def unfinished(state: _State) -> Bool[jax.Array, " B"]:
+    def unfinished(state: DecodingState) -> Bool[jax.Array, " B"]:
         return (lengths > 0) & ~state.ended
 
-    def decoding_step(state: _State) -> _State:
+    def decoding_step(state: DecodingState) -> DecodingState:
         def draw_token(key, logits):
             return draw(jax.random.fold_in(key, state.step), logits, *sampling)
 
-        tokens, log_probs = jax.vmap(draw_token)(keys, policy.logits(state.hidden))
+        # Each rank draws for its own samples, from whole rows of logits.
+        logits = jax.lax.with_sharding_constraint(policy.logits(state.hidden), parallel.token_sharding)
+        tokens, log_probs = jax.vmap(draw_token)(keys, logits)
         active = unfinished(state)
         output, cache = policy.extend(tokens[:, None], active[:, None], state.cache, parallel=parallel)
 
         def write(array, column):
             return jax.lax.dynamic_update_slice_in_dim(array, column, state.step, axis=1)
 
-        return _State(
+        return DecodingState(
             write(state.tokens, tokens[:, None]),
             write(state.expert_ids, output.expert_ids),
             write(state.log_probs, log_probs[:, None]),
@@ -389,12 +406,12 @@ def _decode(
     return _on_ranks(state, parallel)
 
 
-def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
+def _on_ranks(state: DecodingState, parallel: ExpertParallel) -> DecodingState:
     """Shard the samples of a state over the ranks, so that every program gets the sharding it was compiled for."""
     others = ("cache", "step")
     by_sample = {name: leaf for name, leaf in state._asdict().items() if name not in others}
     replicated = NamedSharding(parallel.mesh, PartitionSpec())
-    return _State(
+    return DecodingState(
         **jax.lax.with_sharding_constraint(by_sample, parallel.token_sharding),
         cache=shard_cache(state.cache, parallel),
         step=jax.lax.with_sharding_constraint(state.step, replicated),
@@ -402,7 +419,9 @@ def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
-def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
+def _join(
+    prompt: PaddedPrompts, prompt_ids, state: DecodingState, pad, *, parallel: ExpertParallel
+) -> Responses:
     """Join every prompt and its response into one sequence, without a gap between them."""
     longest, max_new_tokens = prompt.tokens.shape[1], state.tokens.shape[1]
     position, lengths = jnp.arange(longest + max_new_tokens)[None], prompt.lengths[:, None]

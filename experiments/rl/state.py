@@ -142,6 +142,9 @@ def run_sizes(config: Train) -> RunSizes:
     """Return the sizes of a run that determine the memory of a rank."""
     samples = config.samples // config.num_ranks
     tokens = config.prompt_tokens + config.response_tokens
+    # Windows continue different responses, so every row runs as a prompt.
+    windows = config.algorithm_entry.windows
+    context = tokens - (config.window or 0) if windows else config.prompt_tokens
     return RunSizes(
         config=config.model_config,
         topology=config.topology,
@@ -155,4 +158,6 @@ def run_sizes(config: Train) -> RunSizes:
         chunk_tokens=config.chunk_tokens if config.updates_live else None,
         samples=config.samples_at_once // config.num_ranks,
         columns=tokens,
+        prompt_tokens=context,
+        responses=1 if windows else config.responses_per_prompt,
     )

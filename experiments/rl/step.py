@@ -128,7 +128,7 @@ prepare_residents = nnx.jit(prepare_residents_of)
 """`relibra_jax.nnx.prepare_residents` under jit, for residents that a recompute and the first update after it share."""
 
 
-@nnx.jit(static_argnames=("temperature", "record"))
+@nnx.jit(static_argnames=("temperature", "record"), graph_updates=False)
 def recompute(
     agent: Agent,
     batch: PreparedBatch,

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -197,6 +197,14 @@ class ExpertParallel:
     def aligned_positions(self) -> int:
         """The number of positions of which sequences have a multiple, so that all ranks dispatch equal pieces."""
         return self.pieces * (self.topology.ranks_per_node if self.is_striped else 1)
+
+    @property
+    def live(self) -> "ExpertParallel":
+        """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
+        topology = dataclasses.replace(self.topology, replica_slots=0, resident_slots=0)
+        # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
+        options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
+        return dataclasses.replace(self, topology=topology, split_sequences=False, **options)
 
     @checks_arguments
     def with_striping(self, top_k: int) -> "ExpertParallel":

@@ -25,10 +25,14 @@ FEWEST_READ: Final = 64
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens that the model has seen, in C columns."""
+    """Keys and values of the tokens that the model has seen, in C columns.
 
-    keys: Float[Array, "layers B C heads width"]
-    values: Float[Array, "layers B C heads width"]
+    Columns lie inside heads, as attention multiplies them. With heads inside columns, XLA for GPUs would copy the whole
+    cache into the other layout before and after a decoding loop.
+    """
+
+    keys: Float[Array, "layers B heads C width"]
+    values: Float[Array, "layers B heads C width"]
     positions: Int[Array, "B C"]
     """int32, the position of each column's token in its sample; `NOWHERE` in gaps."""
     filled: Int[Array, ""]
@@ -68,9 +72,9 @@ class LayerCache(NamedTuple):
         self, keys: Float[Array, "B t heads width"], values: Float[Array, "B t heads width"]
     ) -> "LayerCache":
         """Write the keys and values of the newest t columns."""
-        at = (self.layer, 0, self.cache.filled - keys.shape[1], 0, 0)
+        at = (self.layer, 0, 0, self.cache.filled - keys.shape[1], 0)
         keys, values = (
-            jax.lax.dynamic_update_slice(stored, new[None], at)
+            jax.lax.dynamic_update_slice(stored, new.swapaxes(1, 2)[None], at)
             for stored, new in ((self.cache.keys, keys), (self.cache.values, values))
         )
         return self._replace(cache=self.cache._replace(keys=keys, values=values))
@@ -95,7 +99,7 @@ def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertPa
         parallel: the mesh over whose ranks the samples are sharded.
     """
 
-    shape = (config.layers, samples, room, config.kv_heads, config.head_width)
+    shape = (config.layers, samples, config.kv_heads, room, config.head_width)
     keys, values = (jnp.zeros(shape, jnp.dtype(config.dtype)) for _ in range(2))
     positions = jnp.full((samples, room), NOWHERE, jnp.int32)
     return shard_cache(Cache(keys, values, positions, jnp.int32(0)), parallel)
@@ -116,14 +120,13 @@ def repeat_samples(cache: Cache, copies: int, room: int, parallel: ExpertParalle
         A new cache of B x copies samples.
     """
 
-    def copy(stored, axis, fill):
+    def copy(stored, samples, columns, fill):
         widths = [(0, 0)] * stored.ndim
-        widths[axis + 1] = (0, room - stored.shape[axis + 1])
-        return jnp.pad(jnp.repeat(stored, copies, axis=axis), widths, constant_values=fill)
+        widths[columns] = (0, room - stored.shape[columns])
+        return jnp.pad(jnp.repeat(stored, copies, axis=samples), widths, constant_values=fill)
 
-    copied = Cache(
-        copy(cache.keys, 1, 0), copy(cache.values, 1, 0), copy(cache.positions, 0, NOWHERE), cache.filled
-    )
+    keys, values = (copy(stored, 1, 3, 0) for stored in (cache.keys, cache.values))
+    copied = Cache(keys, values, copy(cache.positions, 0, 1, NOWHERE), cache.filled)
     return shard_cache(copied, parallel)
 
 
@@ -163,7 +166,9 @@ def _rooms(columns: int) -> list[int]:
 def _attend_to_first(room, query, positions, layer_cache: LayerCache):
     cache, layer = layer_cache
     keys, values = (
-        jax.lax.dynamic_slice(stored, (layer, 0, 0, 0, 0), (1, stored.shape[1], room, *stored.shape[3:]))[0]
+        jax.lax.dynamic_slice(stored, (layer, 0, 0, 0, 0), (1, *stored.shape[1:3], room, stored.shape[4]))[
+            0
+        ].swapaxes(1, 2)
         for stored in (cache.keys, cache.values)
     )
     causal = positions[:, None, :, None] >= cache.positions[:, None, None, :room]

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -228,10 +228,7 @@ class Balancer:
 
         Layers run in chunks of ``chunk_tokens`` tokens of a rank, for which these buffers are.
         """
-        topology = dataclasses.replace(self.parallel.topology, replica_slots=0, resident_slots=0)
-        # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
-        options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
-        return dataclasses.replace(self.parallel, topology=topology, split_sequences=False, **options)
+        return self.parallel.live
 
     @property
     def state(self) -> BalancerState:
