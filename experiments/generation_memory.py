@@ -36,6 +36,8 @@ class Wave(NamedTuple):
     """The largest number of tokens of a prompt."""
     responses: int
     """The number of samples that share a prompt, as a run gives it to `experiments.rl.generation.generate`."""
+    chunk_tokens: int
+    """The largest number of tokens of a rank that a prompt pass runs at once."""
 
 
 class GatheredWeights(NamedTuple):
@@ -64,7 +66,7 @@ def prompt_items(
     width = jnp.dtype(config.dtype).itemsize
     copies = math.gcd(wave.samples, wave.responses)
     prompts = wave.samples // copies
-    chunk, columns = chunks_of_prompts(wave.prompt_tokens, prompts)
+    chunk, columns = chunks_of_prompts(wave.prompt_tokens, prompts, wave.chunk_tokens)
     tokens = chunk * prompts
     cache = wave.samples * wave.columns * config.cache_bytes
     room = columns if copies > 1 else wave.columns

@@ -5,12 +5,13 @@ device in all stages, and what it holds at its peak:
 
     states     parameters 4 bytes in float32, AdamW's two moments 8 (4 with ``moments=bfloat16``)
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
-    backward   the sum of gradients, gradients of one micro-batch (4 bytes), layer inputs, arrays of one layer
+    backward   the sum of gradients, layer inputs, arrays of one layer
     live       as backward, for an update that routes live in buffers for the worst case of a chunk
     prompts    the cache of keys and values of a wave and of its prompts, arrays of one chunk, weights of one layer
     decoding   the cache of a wave, the part of one layer, buffers of live routing, logits of the last tokens
 
-So a run needs 20 bytes for each parameter of a rank, or 16 with moments in bfloat16, and the memory of its tokens. A
+So a run needs 16 bytes for each parameter of a rank, 12 with moments in bfloat16, or with ``state_memory=pinned_host``
+6 in bfloat16 computation, and the memory of its tokens. A
 rank has its part of the experts, and all other parameters or, with ``shard_dense``, its part of them.
 
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
@@ -37,6 +38,7 @@ from rich.table import Table
 
 from experiments.generation_memory import GatheredWeights, Wave, decoding_items, prompt_items
 from relibra_jax.contract.types import Topology
+from relibra_jax.execution.memory import HOST
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.block_attention import BLOCK
 from relibra_jax.models.hf_config import model_config
@@ -183,7 +185,13 @@ class RunSizes:
     """Whether the ranks of a node share its samples, so that attention gathers the keys and values of the node."""
     rows: int | None = None
     """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
-    chunk_tokens: int | None = None
+    state_memory: str = "device"
+    """The memory of parameters and moments. From the host's, the device has parameters in the computation's dtype."""
+    batch_memory: str = "pinned_host"
+    """The memory of a batch's samples, routes and tables."""
+    live: bool = False
+    """Whether updates route live."""
+    chunk_tokens: int = 1024
     """The largest number of tokens of a rank that a layer dispatches at once in updates that route live. None if the
     run has no such updates."""
     samples: int = 0
@@ -209,7 +217,7 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages loss, backward, with ``chunk_tokens`` live, and with samples prompts and decoding, in
+        The items of the stages loss, backward, with live updates live, and with samples prompts and decoding, in
         bytes. The states are items of every stage.
     """
     config, topology, parameters = sizes.config, sizes.topology, rank_parameters(sizes)
@@ -228,16 +236,19 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     kept = topology.resident_slots * config.moe_layers * expert
     heads = QUERY_ARRAYS * config.heads + KEY_ARRAYS * 2 * config.kv_heads
     layer = width * tokens * (TOKEN_ARRAYS * config.width + heads * config.head_width)
+    on_host = sizes.state_memory == HOST
     states = {
-        "parameters": 4 * parameters.all,
-        "moments": 2 * jnp.dtype(sizes.moments).itemsize * parameters.all,
+        "parameters": (width if on_host else 4) * parameters.all,
+        "moments": 0 if on_host else 2 * jnp.dtype(sizes.moments).itemsize * parameters.all,
     }
+    inputs_on_host = config.activation_memory == HOST
+    at_once = 1 if sizes.batch_memory == HOST else sizes.micro_batches
     update = {
         **states,
         "sum of gradients": 4 * parameters.all,
         "residents": (width + 4) * kept,
-        "layer inputs": width * config.layers * tokens * config.width,
-        "tables, routes and targets": sizes.micro_batches
+        "layer inputs": width * (1 if inputs_on_host else config.layers) * tokens * config.width,
+        "tables, routes and targets": at_once
         * (config.moe_layers * (TABLE_BYTES * rows + tokens * config.top_k) + TARGET_BYTES * tokens),
         "router logits": 8 * config.moe_layers * tokens * config.num_experts,
     }
@@ -245,7 +256,7 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     head = (8 if sizes.shard_dense else 4) * config.width * config.vocabulary
     backward = {
         **update,
-        "gradients of a micro-batch": 4 * (parameters.all + kept),
+        "gradients of a micro-batch": 4 * parameters.outside,
         "arrays of a layer": layer + max(scores, ROW_ARRAYS * width * rows * config.width),
         "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
         "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
@@ -259,7 +270,7 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         },
         "backward": backward,
     }
-    if sizes.chunk_tokens is not None:
+    if sizes.live:
         number = max(1, -(-tokens // sizes.chunk_tokens))
         live = dataclasses.replace(topology, replica_slots=0, resident_slots=0)
         live_rows = worst_case_capacities(-(-tokens // number), config.top_k, live).rows
@@ -267,13 +278,12 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         stages["live"] = {
             **backward,
             "residents": 0,
-            "tables, routes and targets": sizes.micro_batches * TARGET_BYTES * tokens,
-            "gradients of a micro-batch": 4 * parameters.all,
+            "tables, routes and targets": at_once * TARGET_BYTES * tokens,
             "arrays of a layer": layer + max(scores, chunked + ROW_ARRAYS * width * live_rows * config.width),
             "replicas": 0,
         }
     if sizes.samples:
-        wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses)
+        wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses, sizes.chunk_tokens)
         experts = config.moe_layers * topology.home_slots * expert // sizes.fsdp
         gathered = GatheredWeights(
             layer=parameters.layer,
@@ -292,6 +302,8 @@ class RankParameters(NamedTuple):
     """The parameters that the rank stores and updates: its parts of sharded ones, and those that every rank has."""
     layer: int
     """The parameters of the largest layer while the rank computes it: its experts, and all others whole."""
+    outside: int
+    """The parameters outside of layers that the rank stores: embedding, output head and last norm."""
 
 
 @functools.cache
@@ -302,16 +314,18 @@ def rank_parameters(sizes: RunSizes) -> RankParameters:
         sizes.config, sizes.topology, sizes.mesh, fsdp_axis=fsdp_axis, shard_dense=sizes.shard_dense
     )
     _, shapes, shardings = abstract_model(make, sizes.mesh)
-    own, layers = 0, dict.fromkeys(STACKS, 0)
+    own, outside, layers = 0, 0, dict.fromkeys(STACKS, 0)
     leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     for (path, variable), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if not isinstance(variable, nnx.Param):
             continue
-        own += math.prod(sharding.shard_shape(variable.shape))
+        size = math.prod(sharding.shard_shape(variable.shape))
+        own += size
+        outside += 0 if path[0].key in layers else size
         if path[0].key in layers:
             ranks = sizes.topology.num_ranks if isinstance(variable, ExpertParam) else 1
             layers[path[0].key] += math.prod(variable.shape[1:]) // ranks
-    return RankParameters(own, max(layers.values()))
+    return RankParameters(own, max(layers.values()), outside)
 
 
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -356,7 +370,14 @@ def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
 def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
     """Return sizes that may need less memory, by the setting that a run would change. Each changes one setting."""
     replace = functools.partial(dataclasses.replace, sizes)
-    others = {"moments=bfloat16": replace(moments="bfloat16"), "shard_dense=True": replace(shard_dense=True)}
+    others = {
+        "moments=bfloat16": replace(moments="bfloat16"),
+        "shard_dense=True": replace(shard_dense=True),
+        "state_memory=pinned_host": replace(state_memory=HOST),
+        "activation_memory=pinned_host": replace(
+            config=dataclasses.replace(sizes.config, activation_memory=HOST)
+        ),
+    }
     ranks = sizes.topology.num_ranks
     if sizes.config.width % (2 * sizes.fsdp) == 0:
         name = f"fsdp={2 * sizes.fsdp} on {2 * sizes.fsdp * ranks} devices"
@@ -368,7 +389,7 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
         )
     if sizes.samples > 1:
         others["wave_samples at one sample a rank"] = replace(samples=1)
-    if sizes.chunk_tokens is not None and sizes.chunk_tokens > 1:
+    if sizes.live and sizes.chunk_tokens > 1:
         half = sizes.chunk_tokens // 2
         others[f"chunk_tokens={half}"] = replace(chunk_tokens=half)
     if sizes.topology.resident_slots:

@@ -29,6 +29,7 @@ from experiments.rl.state import run_sizes
 from experiments.rl.step import Clip, TrainingBatch, update
 from relibra_jax import Topology
 from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.execution.memory import HOST
 from relibra_jax.models import make_model
 from relibra_jax.models.hf_config import model_config
 from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh
@@ -121,11 +122,10 @@ def compile_update(sizes, samples):
     )
     tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=sizes.moments)
     optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
-    live = sizes.chunk_tokens is not None
-    chunks = {"chunk_tokens": sizes.chunk_tokens} if live else {}
+    live = sizes.live
     balancer = Balancer(
         PLANNERS["static"].planner,
-        ExpertParallel(mesh=mesh, topology=topology, check_rows=True, **chunks),
+        ExpertParallel(mesh=mesh, topology=topology, check_rows=True, chunk_tokens=sizes.chunk_tokens),
         num_layers=config.moe_layers,
         num_micro_batches=sizes.micro_batches,
         key=key,
@@ -153,8 +153,12 @@ def compile_update(sizes, samples):
     [
         ("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
         ("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}),
-        ("gradients of a micro-batch", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
-        ("arrays of a layer", {"length": 3000, "chunk_tokens": 2048}, {"layers": 3, "width": 96}),
+        ("sum of gradients", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
+        (
+            "arrays of a layer",
+            {"length": 3000, "live": True, "chunk_tokens": 2048},
+            {"layers": 3, "width": 96},
+        ),
     ],
     ids=["wide vocabulary", "many tokens", "wide experts", "live in chunks"],
 )
@@ -165,11 +169,12 @@ def test_memory_of_an_update_is_what_xla_allocates(item, changes, model):
         topology=make_topology(),
         micro_batches=2,
         sequences=2,
+        batch_memory="device",
         **changes,
     )
     actual, rows = compile_update(sizes, samples=16)
     stages = memory_by_stage(dataclasses.replace(sizes, rows=rows))
-    if sizes.chunk_tokens is not None:
+    if sizes.live:
         stages = {"live": stages["live"]}
     items = max(stages.values(), key=lambda items: sum(items.values()))
     assert item in sorted(items, key=items.get)[-4:]
@@ -213,14 +218,29 @@ def test_sizes_of_a_run_follow_from_its_settings():
     assert sizes.samples * ranks == config.samples
     assert sizes.length == sizes.columns == config.prompt_tokens + config.response_tokens
     assert (sizes.shard_dense, sizes.moments) == (True, "bfloat16")
-    assert sizes.chunk_tokens == config.chunk_tokens
+    assert sizes.live
     planned = {"warmup_steps": 0}
-    assert run_sizes(Train(**planned)).chunk_tokens is None
-    assert run_sizes(Train(**planned, replay=False, chunk_tokens=8)).chunk_tokens == 8
+    assert not run_sizes(Train(**planned)).live
+    live = run_sizes(Train(**planned, replay=False, chunk_tokens=8, state_memory=HOST, batch_memory="device"))
+    assert (live.live, live.chunk_tokens, live.state_memory, live.batch_memory) == (True, 8, HOST, "device")
+
+
+def test_host_memory_leaves_the_device_parameters_gradients_and_one_of_everything():
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    sizes = RunSizes(config=config, topology=make_topology(), micro_batches=4, sequences=1, length=64)
+    on_host = dataclasses.replace(
+        sizes, state_memory=HOST, config=dataclasses.replace(config, activation_memory=HOST)
+    )
+    items, fewer = (memory_by_stage(each)["backward"] for each in (sizes, on_host))
+    assert (fewer["parameters"], fewer["moments"]) == (items["parameters"] / 2, 0)
+    assert fewer["layer inputs"] * config.layers == items["layer inputs"]
+    kept = memory_by_stage(dataclasses.replace(sizes, batch_memory="device"))["backward"]
+    name = "tables, routes and targets"
+    assert kept[name] == 4 * items[name]
 
 
 def test_live_updates_need_no_more_with_more_tokens_than_a_chunk():
-    sizes = RunSizes(config=TINY, topology=make_topology(), sequences=1, chunk_tokens=512)
+    sizes = RunSizes(config=TINY, topology=make_topology(), sequences=1, live=True, chunk_tokens=512)
 
     def buffers(length, **changes):
         stages = memory_by_stage(dataclasses.replace(sizes, length=length, **changes))

@@ -424,6 +424,9 @@ def sizes_of(setting: Whole) -> RunSizes:
         columns=setting.prompt_tokens + setting.response_tokens,
         prompt_tokens=setting.prompt_tokens,
         responses=setting.responses,
+        live=setting.live,
+        state_memory=setting.state_memory,
+        batch_memory=setting.batch_memory,
     )
 
 

@@ -26,7 +26,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
-from relibra_jax.models.layer_scan import scan_layers
+from relibra_jax.models.layer_scan import has_total, scan_layers
 from relibra_jax.nnx import SequencePacking
 from relibra_jax.nnx.dense_sharding import (
     STACKS,
@@ -209,7 +209,8 @@ class LanguageModel(nnx.Module):
         if expert_ids is not None:
             check_shape("expert_ids", expert_ids.shape, (*tokens.shape, config.moe_layers, config.top_k))
             expert_ids = jnp.moveaxis(jnp.asarray(expert_ids), -2, 0)
-        for path, leaf in jax.tree.leaves_with_path(layers):
+        for path, leaf in jax.tree.leaves_with_path(layers, is_leaf=has_total):
+            leaf = leaf.value if has_total(leaf) else leaf
             check_shape(
                 f"layers{jax.tree_util.keystr(path)}", leaf.shape, (config.moe_layers, *leaf.shape[1:])
             )

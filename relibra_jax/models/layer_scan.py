@@ -46,8 +46,8 @@ def scan_layers(
     >>> float(output), jax.grad(lambda weights: scan_layers(layer, jnp.float32(2.0), weights)[0])(weights).tolist()
     (12.0, [12.0, 6.0, 4.0])
     """
-    leaves, structure = jax.tree.flatten(inputs, is_leaf=_has_total)
-    is_trained = [_has_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    leaves, structure = jax.tree.flatten(inputs, is_leaf=has_total)
+    is_trained = [has_total(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     trained, fixed = (
         [leaf for leaf, is_one in zip(leaves, is_trained, strict=True) if is_one is want]
         for want in (True, False)
@@ -76,7 +76,7 @@ def scan_layers(
     def backward(residuals: Any, gradients: Any) -> Any:
         kept, trained, fixed = residuals
         values = _values(trained)
-        totals = [leaf.total if _has_total(leaf) else jnp.zeros_like(leaf) for leaf in trained]
+        totals = [leaf.total if has_total(leaf) else jnp.zeros_like(leaf) for leaf in trained]
 
         def step(carry: Any, number: jax.Array) -> Any:
             gradient, totals = carry
@@ -89,7 +89,7 @@ def scan_layers(
         (gradient, totals), _ = jax.lax.scan(step, (gradients[0], totals), numbers, reverse=True)
         of_trained = [
             WithTotal(jnp.zeros_like(leaf.value), total, jnp.ones_like(leaf.runs))
-            if _has_total(leaf)
+            if has_total(leaf)
             else total
             for leaf, total in zip(trained, totals, strict=True)
         ]
@@ -99,12 +99,13 @@ def scan_layers(
     return scan(x, trained, fixed)
 
 
-def _has_total(leaf: Any) -> bool:
+def has_total(leaf: Any) -> bool:
+    """Return whether a leaf is a value with a total."""
     return isinstance(leaf, WithTotal)
 
 
 def _values(leaves: list[Any]) -> list[jax.Array]:
-    return [leaf.value if _has_total(leaf) else leaf for leaf in leaves]
+    return [leaf.value if has_total(leaf) else leaf for leaf in leaves]
 
 
 def _gradient_of_layer(gradient: Any, number: jax.Array) -> Any:

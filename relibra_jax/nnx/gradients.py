@@ -79,61 +79,51 @@ def accumulate_gradients(
         raise ValueError("residents were given without step: pass step=optimizer.step[...]")
     else:
         residents = residents.at(step)
-    weights = None if residents is None else residents.weights
-    flat = nnx.to_flat_state(params)
-    adds = [in_place and variable.get_metadata("adds_gradients", False) for _, variable in flat]
+    paths, variables = zip(*nnx.to_flat_state(params), strict=True)
+    values = [variable.get_raw_value() for variable in variables]
+    adds = [in_place and variable.get_metadata("adds_gradients", False) for variable in variables]
+    if residents is not None:
+        values.append(residents.weights)
+        adds.append(in_place)
 
-    def join(others, added):
-        """Return the parameters, each from the list to which it belongs."""
-        parts = {True: iter(added), False: iter(others)}
-        return nnx.from_flat_state(
-            [(path, next(parts[one])) for (path, _), one in zip(flat, adds, strict=True)]
-        )
-
-    def split(params):
-        variables = [variable for _, variable in nnx.to_flat_state(params)]
-        return [
-            [each for each, one in zip(variables, adds, strict=True) if one is want] for want in (False, True)
+    def micro_batch_loss(differentiated, runs, number):
+        """Compute the loss from values, or from the totals of those to which the model adds gradients."""
+        trained = [
+            WithTotal(value, each, runs) if add else each
+            for value, each, add in zip(values, differentiated, adds, strict=True)
         ]
-
-    others, added = split(params)
-
-    def micro_batch_loss(differentiated, number):
-        others, weights, totals, runs = differentiated
-        with_totals = [
-            variable.replace(WithTotal(variable.get_raw_value(), total.get_raw_value(), runs))
-            for variable, total in zip(added, totals, strict=True)
-        ]
-        params = join(others, with_totals)
+        of_variables = (variable.replace(each) for variable, each in zip(variables, trained, strict=False))
+        params = nnx.from_flat_state(list(zip(paths, of_variables, strict=True)))
         one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             assert layers is not None, "batches with residents have prepared layers"
-            layers = layers._replace(residents=residents._replace(weights=weights))
+            layers = layers._replace(residents=residents._replace(weights=trained[-1]))
         # Copies, because Flax's transformations in the objective reject variables that were made outside this trace.
         return objective(nnx.merge(graph, params, *rest, copy=True), one, layers)
 
-    def accumulate(total, number):
-        (of_others, of_weights), totals = total
-        differentiated = (others, weights, totals, jnp.zeros(()))
-        (*gradient, totals, runs), auxiliary = jax.grad(micro_batch_loss, has_aux=True)(
-            differentiated, number
-        )
-        if added:
-            factor = jnp.where(runs == len(added), 1.0, jnp.nan)
-            gradient[0] = jax.tree.map(lambda leaf: leaf * factor, gradient[0])
-        return (jax.tree.map(jnp.add, (of_others, of_weights), tuple(gradient)), totals), auxiliary
+    def accumulate(totals, number):
+        point = [total if add else value for value, total, add in zip(values, totals, adds, strict=True)]
+        gradient = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
+        (gradients, runs), auxiliary = gradient(point, jnp.zeros(()), number)
+        once = jnp.where(runs == sum(adds), 1.0, jnp.nan)
+        totals = [
+            each if add else total + (each * once if in_place else each)
+            for total, each, add in zip(totals, gradients, adds, strict=True)
+        ]
+        return totals, auxiliary
 
     def zeros(leaf):
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
-    totals, resident_totals = jax.tree.map(zeros, (params, weights))
-    of_others, of_added = split(shard_like_dense(totals, batch.parallel.mesh))
-    initial_total = ((of_others, resident_totals), of_added)
+    of_variables = shard_like_dense(jax.tree.map(zeros, list(variables)), batch.parallel.mesh)
+    totals = [variable.get_raw_value() for variable in of_variables]
+    totals += [zeros(value) for value in values[len(variables) :]]
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
-    (summed, of_added), auxiliary = jax.lax.scan(accumulate, initial_total, numbers)
-    gradients, resident_gradients = join(summed[0], of_added), summed[1]
-    if weights is not None:
-        gradients = _add_resident_gradients(gradients, resident_gradients, batch)
+    totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)
+    summed = (variable.replace(total) for variable, total in zip(variables, totals, strict=False))
+    gradients = nnx.from_flat_state(list(zip(paths, summed, strict=True)))
+    if residents is not None:
+        gradients = _add_resident_gradients(gradients, totals[-1], batch)
     return gradients, auxiliary
 
 
