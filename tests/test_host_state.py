@@ -18,6 +18,7 @@ from relibra_jax.nnx import ExpertParam, reorder_experts
 from relibra_jax.nnx.host_state import apply_gradients, on_device, put_on_host
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+MESH = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
 CONFIG = ModelConfig(
     vocabulary=32,
     width=16,
@@ -36,9 +37,8 @@ CONFIG = ModelConfig(
 
 def build():
     """Make an agent with a critic, its optimizer, and gradients, on the devices."""
-    mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
-    policy = make_model(CONFIG, TOPOLOGY, mesh=mesh, key=jax.random.key(0), shard_dense=True)
-    agent = make_agent(policy, mesh, critic=True)
+    policy = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0), shard_dense=True)
+    agent = make_agent(policy, MESH, critic=True)
     tx = make_optimizer(1e-2, 1e-3, 1, critic_rate=2.0, moments="bfloat16")
     optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
     rng = np.random.default_rng(1)
@@ -51,7 +51,7 @@ def build():
 
 @nnx.jit(donate_argnames=("agent", "optimizer"))
 def step(agent, optimizer, gradients):
-    apply_gradients(agent, optimizer, gradients, factor=jnp.float32(0.5))
+    apply_gradients(agent, optimizer, gradients, MESH, factor=jnp.float32(0.5))
 
 
 @functools.cache
@@ -96,8 +96,7 @@ def test_experts_move_on_the_host():
         agent, optimizer, _ = build()
         if on_host:
             put_on_host(agent, optimizer)
-        mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
-        reorder_experts(agent.policy, None, home, mesh=mesh, topology=TOPOLOGY)
+        reorder_experts(agent.policy, None, home, mesh=MESH, topology=TOPOLOGY)
         moved.append(jax.tree.leaves(nnx.state(agent, ExpertParam))[0])
     np.testing.assert_array_equal(*moved)
     assert moved[1].sharding.memory_kind == HOST
@@ -107,7 +106,7 @@ def test_experts_move_on_the_host():
 def test_devices_get_parameters_in_the_dtype_of_the_computation():
     agent, optimizer, _ = build()
     put_on_host(agent, optimizer)
-    copy = nnx.jit(on_device)(agent)
+    copy = nnx.jit(on_device, static_argnames="mesh")(agent, MESH)
     assert jax.tree.leaves(nnx.state(copy, ExpertParam))[0].dtype == jnp.bfloat16
     for (path, leaf), (_, old) in zip(
         nnx.to_flat_state(nnx.state(copy, nnx.Param)),
@@ -125,4 +124,4 @@ def test_devices_get_parameters_in_the_dtype_of_the_computation():
 
 def test_a_model_on_the_devices_is_its_own_copy():
     agent, _, _ = build()
-    assert on_device(agent) is agent
+    assert on_device(agent, MESH) is agent

@@ -104,7 +104,7 @@ def gradients(in_place, runs):
     model = make_model(config, topology, mesh=mesh, key=jax.random.key(0))
     parallel = ExpertParallel(mesh=mesh, topology=topology)
     balancer = Balancer(relibra(), parallel, num_layers=2, num_micro_batches=2, key=jax.random.key(0))
-    batch = balancer.prepare(model, None, None, num_samples=4)
+    batch = balancer.prepare(model, None, None, mask=np.ones((4, 5), bool))
     tokens = batch.to_ranks(np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32))
 
     def objective(model, tokens, layers):

@@ -250,7 +250,7 @@ def training_program(setting: Whole, cluster: Cluster) -> Lowered:
     def recompute_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, _: Any) -> Any:
         state, batch, samples = _in_memory(setting, state, batch, samples)
         agent, _ = nnx.merge(graph, state)
-        return recompute(on_device(agent), batch, samples, temperature=1.0, record=setting.live)
+        return recompute(on_device(agent, mesh), batch, samples, temperature=1.0, record=setting.live)
 
     def update_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
         state, batch, samples = _in_memory(setting, state, batch, samples)

@@ -97,7 +97,7 @@ class State:
 
     def on_devices(self) -> Agent:
         """Return the agent for programs that do not train it: a copy in device memory if it is in the host's."""
-        return _copy_to_devices(self.agent) if self.on_host else self.agent
+        return _copy_to_devices(self.agent, self.balancer.parallel.mesh) if self.on_host else self.agent
 
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Save everything that the next step depends on, except the random key, which follows from the seed."""
@@ -135,7 +135,7 @@ class State:
         return {"settings": settings, "carried": self.carried}
 
 
-_copy_to_devices = nnx.jit(on_device)
+_copy_to_devices = nnx.jit(on_device, static_argnames="mesh")
 
 
 def run_sizes(config: Train) -> RunSizes:

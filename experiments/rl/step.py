@@ -241,7 +241,7 @@ def update(
         return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
-        on_device(agent),
+        on_device(agent, batch.parallel.mesh),
         objective,
         batch,
         samples,
@@ -250,7 +250,7 @@ def update(
         in_place=True,
     )
     norm = optax.tree.norm(gradients)
-    apply_gradients(agent, optimizer, gradients, factor=clip_factor(norm))
+    apply_gradients(agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm))
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, norm, _as_micro_batches(load), *counts)
 

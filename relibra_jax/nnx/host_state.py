@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from relibra_jax.execution.memory import HOST, in_host_memory, take, to_device, to_host
@@ -43,7 +44,7 @@ def put_on_host(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     nnx.update(optimizer.opt_state, jax.tree.map(move, nnx.state(optimizer.opt_state)))
 
 
-def on_device[T: nnx.Module](model: T) -> T:
+def on_device[T: nnx.Module](model: T, mesh: Mesh) -> T:
     """Return a model with its parameters in device memory, under jit; one without parameters on the host as it is.
 
     Parameters that came from the host are in the dtype of their computation, as their metadata says
@@ -51,6 +52,7 @@ def on_device[T: nnx.Module](model: T) -> T:
 
     Args:
         model: the model, with parameters in the memory of host or devices.
+        mesh: the device mesh.
     """
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     variables = dict(nnx.to_flat_state(params))
@@ -64,9 +66,10 @@ def on_device[T: nnx.Module](model: T) -> T:
     copied: dict[Path, jax.Array] = {}
     for layers, paths in _stacks(variables).items():
         values = {path: variables[path].get_raw_value() for path in paths}
+        shardings = {path: _sharding(variables[path], mesh, layers) for path in paths}
 
-        def copy(_: None, number: Any, values: dict[Path, jax.Array] = values) -> Any:
-            return None, cast(_take(values, number))
+        def copy(_: None, number: Any, values: Any = values, shardings: Any = shardings) -> Any:
+            return None, jax.lax.with_sharding_constraint(cast(_take(values, number)), shardings)
 
         copied |= _run_layers(copy, None, layers)[1]
     moved = [(path, variable.replace(copied[path])) for path, variable in variables.items()]
@@ -74,7 +77,12 @@ def on_device[T: nnx.Module](model: T) -> T:
 
 
 def apply_gradients(
-    model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any, *, factor: Float[jax.Array, ""] | float = 1.0
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    gradients: Any,
+    mesh: Mesh,
+    *,
+    factor: Float[jax.Array, ""] | float = 1.0,
 ) -> None:
     """Take an optimizer step in place, under jit, with state in the memory of host or devices.
 
@@ -85,6 +93,7 @@ def apply_gradients(
         model: the model whose parameters the gradients belong to, as it was given to the optimizer.
         optimizer: the optimizer of the model.
         gradients: the gradients in device memory, with the structure of the optimizer's parameters.
+        mesh: the device mesh.
         factor: the factor of all gradients, for example one that clips them by their global norm.
     """
     params = nnx.state(model, optimizer.wrt)
@@ -99,19 +108,31 @@ def apply_gradients(
     new_params, new_state = [], []
     for layers, paths in _stacks(variables).items():
         part = _only(paths, trees[0])
+        shardings = jax.tree.map_with_path(
+            lambda path, keep, layers=layers: (
+                _sharding(variables[tuple(entry.key for entry in path)], mesh, layers) if keep else None
+            ),
+            part,
+        )
         of_params, of_gradients = (_select(tree, part) for tree in trees)
         moments = optax.tree_map_params(
             tx, lambda leaf, keep: leaf if keep else None, state, part, transform_non_params=lambda _: None
         )
 
-        def step(_: Any, number: Any, inputs: Any = (of_params, of_gradients, moments)) -> Any:
+        def step(
+            _: Any,
+            number: Any,
+            inputs: Any = (of_params, of_gradients, moments),
+            shardings: Any = shardings,
+        ) -> Any:
             params, gradients, moments = _take(inputs, number)
             updates, stepped = tx.update(_scale(gradients, factor), _merge(moments, counts), params)
+            place = jax.lax.with_sharding_constraint
             moments = optax.tree_map_params(
-                tx, lambda leaf: leaf, stepped, transform_non_params=lambda _: None
+                tx, place, stepped, shardings, transform_non_params=lambda _: None
             )
             counted = optax.tree_map_params(tx, lambda _: None, stepped)
-            new = optax.apply_updates(params, updates), moments
+            new = jax.tree.map(place, optax.apply_updates(params, updates), shardings), moments
             return counted, jax.tree.map(_put_beside, new, (inputs[0], inputs[2]))
 
         counted, stepped = _run_layers(step, counts, layers)
@@ -148,6 +169,12 @@ def _stacks(variables: dict[Path, nnx.Variable]) -> dict[int | None, list[Path]]
         layers = len(variable.get_raw_value()) if set(path) & set(STACKS) else None
         stacks.setdefault(layers, []).append(path)
     return stacks
+
+
+def _sharding(variable: nnx.Variable, mesh: Mesh, layers: int | None) -> NamedSharding:
+    """Return the sharding of a parameter, or of one of its layers, as its metadata says."""
+    spec = tuple(variable.get_metadata("out_sharding", None) or ())
+    return NamedSharding(mesh, PartitionSpec(*(spec if layers is None else spec[1:])))
 
 
 def _only(paths: list[Path], tree: Any) -> Any:
