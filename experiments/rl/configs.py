@@ -17,6 +17,7 @@ from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.dapo import Dapo
 from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
+from experiments.rl.groups import copies_of_machine
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
@@ -79,6 +80,8 @@ class Train:
     state_memory: str = "device"
     """The memory of parameters and moments between programs: device or pinned_host.
     From the host's, updates take them layer by layer, and devices hold parameters in ``dtype`` and gradients."""
+    activation_memory: str = "device"
+    """The memory in which the inputs of layers wait for the backward pass: device or pinned_host."""
     batch_memory: str = "pinned_host"
     """The memory of a batch's samples, routes and tables: device or pinned_host.
     From the host's, devices take one micro-batch at a time."""
@@ -95,6 +98,10 @@ class Train:
     anneal_steps: int = 50
     """The annealing steps in each round of assigning samples to micro-batches and ranks. 0 keeps samples in order."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
+    experts_over: str | None = None
+    """The nodes and ranks of an expert-parallel group, such as 4x8, if ``nodes`` are those of the whole machine.
+    The other ranks are copies of the group: ``fsdp`` as given, and data-parallel ones, whose number follows.
+    None distributes experts over all nodes of each copy."""
     data: int = 1
     """The number of data-parallel copies of the expert-parallel group, which hold the same experts."""
     fsdp: int = 1
@@ -197,6 +204,7 @@ class Train:
 
     def __post_init__(self) -> None:
         self._check_names()
+        self._divide_machine()
         self._check_numbers()
         self._check_division()
         self._check_planner()
@@ -214,6 +222,7 @@ class Train:
             ("dtype", DTYPES),
             ("moments", DTYPES),
             ("state_memory", MEMORY_KINDS),
+            ("activation_memory", MEMORY_KINDS),
             ("batch_memory", MEMORY_KINDS),
             ("routing", ROUTINGS),
             ("price", PRICES),
@@ -231,6 +240,22 @@ class Train:
             )
         if self.resume is not None and self.out is not None:
             raise ValueError(f"resume={self.resume} and out={self.out}: give one of them")
+
+    def _divide_machine(self) -> None:
+        """Replace the machine and ``experts_over`` by the group and its number of data-parallel copies."""
+        if self.experts_over is None:
+            return
+        if self.data != 1:
+            raise ValueError(f"experts_over={self.experts_over} and data={self.data}: give one of them")
+        ranks = self.ranks
+        nodes, data = copies_of_machine(
+            *(self.experts_over, ranks.nodes, ranks.ranks_per_node),
+            fsdp=self.fsdp,
+            num_experts=self.model_config.num_experts,
+        )
+        object.__setattr__(self, "ranks", dataclasses.replace(ranks, nodes=nodes))
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "experts_over", None)
 
     def _check_numbers(self) -> None:
         """Check the range of every number."""
@@ -412,9 +437,9 @@ class Train:
     @property
     def model_config(self) -> ModelConfig:
         """The architecture and sizes of the model."""
-        if self.model is not None:
-            return _pretrained(self.model, self.dtype)
-        return dataclasses.replace(POLICIES[self.policy], dtype=self.dtype)
+        of_run = {"dtype": self.dtype, "activation_memory": self.activation_memory}
+        model = POLICIES[self.policy] if self.model is None else _pretrained(self.model)
+        return dataclasses.replace(model, **of_run)
 
     @property
     def model_name(self) -> str:
@@ -455,5 +480,5 @@ class Train:
 
 
 @functools.cache
-def _pretrained(folder: Path, dtype: str) -> ModelConfig:
-    return load_config(folder, dtype=dtype)
+def _pretrained(folder: Path) -> ModelConfig:
+    return load_config(folder)

@@ -51,6 +51,7 @@ class State:
             policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights, **sharding)
         else:
             policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype, **sharding)
+            policy.config = config.model_config
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
         tx = make_optimizer(
             *(config.warmup_learning_rate, config.learning_rate, config.warmup_steps),
