@@ -437,9 +437,8 @@ class Train:
     @property
     def model_config(self) -> ModelConfig:
         """The architecture and sizes of the model."""
-        of_run = {"dtype": self.dtype, "activation_memory": self.activation_memory}
         model = POLICIES[self.policy] if self.model is None else _pretrained(self.model)
-        return dataclasses.replace(model, **of_run)
+        return dataclasses.replace(model, dtype=self.dtype, activation_memory=self.activation_memory)
 
     @property
     def model_name(self) -> str:

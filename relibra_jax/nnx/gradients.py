@@ -97,7 +97,8 @@ def accumulate_gradients(
         one, layers = take((samples, batch.layers()), number)
         if residents is not None:
             assert layers is not None, "batches with residents have prepared layers"
-            layers = layers._replace(residents=residents._replace(weights=trained[-1]))
+            weights: Any = trained[-1]
+            layers = layers._replace(residents=residents._replace(weights=weights))
         # Copies, because Flax's transformations in the objective reject variables that were made outside this trace.
         return objective(nnx.merge(graph, params, *rest, copy=True), one, layers)
 
