@@ -20,6 +20,7 @@ from experiments.model_memory import (
     num_parameters,
     published_sizes,
     rank_gigabytes,
+    rank_parameters,
     table_row,
 )
 from experiments.rl.configs import Train
@@ -96,11 +97,18 @@ def test_states_equal_the_bytes_of_a_run(shard_dense, fsdp, moments):
 
 
 def test_a_parameter_takes_the_bytes_that_the_page_says():
-    for moments, expected in (("float32", 20), ("bfloat16", 16)):
-        sizes = published_sizes(model_config(PUBLISHED["OLMoE-1B-7B"]), 8, shard_dense=False)
-        items = memory_by_stage(dataclasses.replace(sizes, moments=moments))["backward"]
-        assert sum(items.values()) == expected * items["parameters"] / 4
-        assert f"{expected} bytes" in PAGE
+    for changes, dtype, expected in (
+        ({}, "float32", 16),
+        ({"moments": "bfloat16"}, "float32", 12),
+        ({"state_memory": HOST}, "float32", 8),
+        ({"state_memory": HOST}, "bfloat16", 6),
+    ):
+        config = dataclasses.replace(model_config(PUBLISHED["OLMoE-1B-7B"]), dtype=dtype)
+        sizes = dataclasses.replace(published_sizes(config, 8, shard_dense=False), **changes)
+        items = memory_by_stage(sizes)["backward"]
+        parameters = rank_parameters(sizes)
+        assert sum(items.values()) == expected * parameters.all + 4 * parameters.outside
+        assert f"| {expected} bytes |" in PAGE
 
 
 @pytest.mark.parametrize("shard_dense", [False, True])
@@ -200,7 +208,8 @@ def test_check_training_memory_names_the_largest_items_and_what_would_help(monke
     message = str(raised.value)
     assert re.fullmatch(
         r"big: the backward stage needs [\d.]+ GB on each of 8 ranks \(moments [\d.]+, parameters [\d.]+, sum of"
-        r" gradients [\d.]+\), but a device has 80\.0 GB; it would need less with fsdp=2 on 16 devices \([\d.]+\), .*",
+        r" gradients [\d.]+\), but a device has 80\.0 GB; it would need less with"
+        r" state_memory=pinned_host \([\d.]+\), fsdp=2 on 16 devices \([\d.]+\), .*",
         message,
     ), message
     # What the message names needs what it says, and enough of it together passes.

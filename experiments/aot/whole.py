@@ -377,7 +377,8 @@ def _in_memory(
             lambda path, leaf: to_host(leaf) if _is_trained(path, leaf) else leaf, state
         )
     if setting.batch_memory == HOST:
-        batch = PreparedBatch(batch.batch_plan, batch.parallel, to_host(batch.layers()))
+        plan = None if setting.live else batch.batch_plan
+        batch = PreparedBatch(plan, batch.parallel, to_host(batch.layers()))
         samples = to_host(samples)
     return state, batch, samples
 

@@ -25,8 +25,12 @@ OVERLAP_OPTIONS: Final = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_disable_hlo_passes": "while-loop-all-reduce-code-motion",
 }
 """The compiler options with which XLA on GPUs sends replicas while attention computes.
+
+The last one keeps sums of gradients over copies inside the loop over layers. XLA would move them behind it, and keep
+the sums of all layers twice.
 
 Use them as ``jax.jit(..., compiler_options=OVERLAP_OPTIONS)``. XLA on CPU does not have these options.
 """
