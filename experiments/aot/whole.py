@@ -127,10 +127,11 @@ PROGRAMS: Final = (
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
+    dataclasses.replace(_LARGE, fsdp=1, data=5, state_memory=HOST, activation_memory=HOST),
     *(dataclasses.replace(_SMALL, program=program) for program in GENERATION_PROGRAMS),
     *(dataclasses.replace(_LARGE, program=program, samples=16) for program in GENERATION_PROGRAMS),
 )
-"""The programs of the table in docs/guides/rl-run.md that fit."""
+"""The largest programs of the tables in docs/guides/rl-run.md, of each kind and size of model."""
 
 
 class Memory(NamedTuple):
