@@ -450,7 +450,9 @@ def bytes_of(program: Program, setting: Whole) -> tuple[dict[str, float], dict[s
     for (content, _, axes), size in by_kind.items():
         sent[content, axes] += size
     sizes = {"tokens": setting.tokens, "micro_batches": setting.micro_batches}
-    compared = compare_bytes(dict(sent), config, parallel, **sizes, updates=int(setting.program == "update"))
+    updates = int(setting.program == "update")
+    # Only plans have a price.
+    compared = [] if setting.live else compare_bytes(dict(sent), config, parallel, **sizes, updates=updates)
     return (
         {" ".join(key): round(size / 1e9, 3) for key, size in sorted(by_kind.items())},
         {f"{each.content} {each.axes}": round(each.priced / 1e9, 3) for each in compared},
