@@ -120,6 +120,15 @@ def test_two_processes_learn_the_same_as_one(one, two):
 
 
 @pytest.mark.long
+def test_two_processes_learn_the_same_with_dense_parameters_sharded_and_arrays_on_the_host(tmp_path):
+    memory = ("--state-memory", "pinned_host", "--activation-memory", "pinned_host")
+    for processes in (1, 2):
+        ended = run(processes, "--out", tmp_path / str(processes), "--shard-dense", *memory)
+        assert [status for *_, status in ended] == [0] * processes, ended[0][1] + ended[-1][1]
+    assert_close(lines_of(tmp_path / "1"), lines_of(tmp_path / "2"))
+
+
+@pytest.mark.long
 def test_two_processes_score_every_sample_once(two):
     assert (two.parent / "scored").read_text().split() == ["0"] * 32 * (STEPS - 1)
 
