@@ -192,8 +192,7 @@ class RunSizes:
     live: bool = False
     """Whether updates route live."""
     chunk_tokens: int = 1024
-    """The largest number of tokens of a rank that a layer dispatches at once in updates that route live. None if the
-    run has no such updates."""
+    """The largest number of tokens of a rank that layers with live routing, and prompts, run at once."""
     samples: int = 0
     """The number of samples of a rank in a rollout."""
     columns: int = 0
@@ -373,6 +372,7 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
     others = {
         "moments=bfloat16": replace(moments="bfloat16"),
         "shard_dense=True": replace(shard_dense=True),
+        "batch_memory=pinned_host": replace(batch_memory=HOST),
         "state_memory=pinned_host": replace(state_memory=HOST),
         "activation_memory=pinned_host": replace(
             config=dataclasses.replace(sizes.config, activation_memory=HOST)

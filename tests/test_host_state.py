@@ -59,7 +59,8 @@ def stepped(on_host):
     """Take three optimizer steps; return the agent and the optimizer."""
     agent, optimizer, gradients = build()
     if on_host:
-        put_on_host(agent, optimizer)
+        put_on_host(agent)
+        put_on_host(optimizer)
     for _ in range(3):
         step(agent, optimizer, gradients)
     return agent, optimizer
@@ -93,9 +94,9 @@ def test_experts_move_on_the_host():
     home = np.stack([np.roll(np.arange(8), 1 + layer) for layer in range(3)]).astype(np.int32)
     moved = []
     for on_host in (False, True):
-        agent, optimizer, _ = build()
+        agent, _, _ = build()
         if on_host:
-            put_on_host(agent, optimizer)
+            put_on_host(agent)
         reorder_experts(agent.policy, None, home, mesh=MESH, topology=TOPOLOGY)
         moved.append(jax.tree.leaves(nnx.state(agent, ExpertParam))[0])
     np.testing.assert_array_equal(*moved)
@@ -104,8 +105,8 @@ def test_experts_move_on_the_host():
 
 
 def test_devices_get_parameters_in_the_dtype_of_the_computation():
-    agent, optimizer, _ = build()
-    put_on_host(agent, optimizer)
+    agent, _, _ = build()
+    put_on_host(agent)
     copy = nnx.jit(on_device, static_argnames="mesh")(agent, MESH)
     assert jax.tree.leaves(nnx.state(copy, ExpertParam))[0].dtype == jnp.bfloat16
     for (path, leaf), (_, old) in zip(
@@ -120,6 +121,14 @@ def test_devices_get_parameters_in_the_dtype_of_the_computation():
             np.asarray(value, np.float32),
             np.asarray(old.get_raw_value()).astype(value.dtype).astype(np.float32),
         )
+
+
+def test_dense_parameters_on_every_rank_are_in_the_dtype_of_the_computation_too():
+    model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    put_on_host(model)
+    copy = nnx.jit(on_device, static_argnames="mesh")(model, MESH)
+    assert copy.head[...].dtype == copy.layers.attention.query.kernel[...].dtype == jnp.bfloat16
+    assert copy.layers.experts.router[...].dtype == copy.norm.scale[...].dtype == jnp.float32
 
 
 def test_a_model_on_the_devices_is_its_own_copy():

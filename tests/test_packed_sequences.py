@@ -145,14 +145,18 @@ def test_packed_sequences_reject_samples_not_aligned_left():
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
     with pytest.raises(
-        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; several samples in"
+        ValueError,
+        match=r"sample 3: token 2 is real, but token 1 before it is padding; samples must be aligned",
     ):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("algorithm", "split"), [("grpo", False), ("ppo", False), ("ppo", True)])
-def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, split):
+@pytest.mark.parametrize(
+    ("algorithm", "split", "replay"),
+    [("grpo", False, True), ("ppo", False, True), ("ppo", True, True), ("grpo", True, False)],
+)
+def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, split, replay):
     """With answers of uneven length, packed sequences give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
@@ -173,6 +177,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, sp
             anneal_steps=20,
             pack_sequences=pack_sequences,
             split_samples=split and pack_sequences,
+            replay=replay,
         )
         trainer = Trainer(config, 0)
         if algorithm == "ppo":  # a new head gives all tokens the same value

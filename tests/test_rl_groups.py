@@ -33,3 +33,10 @@ def test_groups_of_a_machine_are_copies():
 def test_what_does_not_divide_is_refused_with_what_does(changes, message):
     with pytest.raises(ValueError, match=message):
         Train(**SMALL, ranks=Ranks(nodes=4, ranks_per_node=2), **changes)
+
+
+def test_a_resumed_run_keeps_its_groups(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"experts_over=2x2 is for new runs: .* groups of 4x2, data=1 and fsdp=1$"
+    ):
+        Train(**SMALL, ranks=Ranks(nodes=4, ranks_per_node=2), experts_over="2x2", resume=tmp_path)

@@ -266,6 +266,16 @@ def test_split_sequences_reject_counts_alone():
     assert not balancer.live.split_sequences
 
 
+@pytest.mark.slow
+def test_live_samples_must_be_aligned_to_the_left():
+    model, _, balancer = prepared("split", striped=False)
+    mask = np.zeros((8, 6), bool)
+    mask[:, 2:] = True
+    mask[3, 0] = True
+    with pytest.raises(ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding"):
+        balancer.prepare(model, None, None, mask=mask)
+
+
 def test_attention_of_split_sequences_rejects_tokens_without_samples():
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, split_sequences=True)
     attention, x = Attention(CONFIG, rngs=nnx.Rngs(0)), jnp.zeros((8, 8, CONFIG.width))

@@ -1,6 +1,6 @@
 """Whole published models: the programs of a run, compiled for a cluster of described H100s.
 
-    make aot-full                                  # nine programs of the tables that fit, half an hour
+    make aot-full                                  # the programs of `PROGRAMS`, half an hour
     python -m experiments.aot.whole --model Qwen3-30B-A3B --nodes 4 --tokens 8192 --shard-dense
 
 The programs are those of `experiments.rl.step`, which a run compiles. An update pushes residents, scans micro-batches
@@ -128,6 +128,8 @@ PROGRAMS: Final = (
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
     dataclasses.replace(_LARGE, fsdp=1, data=5, state_memory=HOST, activation_memory=HOST),
+    dataclasses.replace(_SMALL, program="recompute"),
+    dataclasses.replace(_SMALL, live=True),
     *(dataclasses.replace(_SMALL, program=program) for program in GENERATION_PROGRAMS),
     *(dataclasses.replace(_LARGE, program=program, samples=16) for program in GENERATION_PROGRAMS),
 )

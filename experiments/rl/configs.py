@@ -245,6 +245,11 @@ class Train:
         """Replace the machine and ``experts_over`` by the group and its number of data-parallel copies."""
         if self.experts_over is None:
             return
+        if self.resume is not None:
+            raise ValueError(
+                f"experts_over={self.experts_over} is for new runs: {self.resume} goes on with groups of"
+                f" {self.ranks.nodes}x{self.ranks.ranks_per_node}, data={self.data} and fsdp={self.fsdp}"
+            )
         if self.data != 1:
             raise ValueError(f"experts_over={self.experts_over} and data={self.data}: give one of them")
         ranks = self.ranks
@@ -381,10 +386,7 @@ class Train:
             )
 
     def _check_memory(self) -> None:
-        """Check the largest arrays: the keys and values of a wave, and the random numbers of the searches."""
-        tokens = self.prompt_tokens + self.response_tokens
-        purpose = f"generating {self.samples_at_once} samples of {tokens} tokens at a time (wave_samples)"
-        check_memory(purpose, self.samples_at_once * tokens * self.model_config.cache_bytes)
+        """Check the largest arrays of the host: the random numbers of the searches."""
         # A search step draws at least one number for every micro-batch, or for every expert of a rank.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),

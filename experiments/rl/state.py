@@ -58,11 +58,13 @@ class State:
             critic_rate=config.critic.rate if config.algorithm_entry.critic else None,
             moments=config.moments,
         )
-        self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
         self.on_host = config.state_memory == HOST
         """Whether parameters and optimizer state are in host memory."""
         if self.on_host:
-            put_on_host(self.agent, self.optimizer)
+            put_on_host(self.agent)
+        self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
+        if self.on_host:
+            put_on_host(self.optimizer)
         parallel = ExpertParallel(
             mesh=mesh,
             topology=config.topology,

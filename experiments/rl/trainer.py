@@ -4,6 +4,7 @@ All random draws follow from the seed and the number of the step. So a run that 
 numbers as one that was never stopped, and on the same mesh it computes the same bits.
 """
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,7 +48,7 @@ from experiments.rl.targets import add_targets, compute_targets, initialize_crit
 from experiments.rl.tasks import Task, find_task
 from experiments.rl.tokens import Tokenizer
 from relibra_jax.contract.types import RoutingReplay
-from relibra_jax.execution import check_residents
+from relibra_jax.execution import ExpertParallel, check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
@@ -238,7 +239,7 @@ class Trainer:
         """
         config, state = self.config, self.state
         updates = add_targets(config, stages.updates, targets, recomputed)
-        live = None if config.replay else PreparedBatch(None, state.balancer.live)
+        live = None if config.replay else PreparedBatch(None, self._live_on_planned_ranks(stages))
         residents = recomputed.residents if config.replay else None
         for _ in range(config.epochs):
             metrics = []
@@ -263,6 +264,11 @@ class Trainer:
                     check_executed(update_metrics.slot_rows, batch)
                 metrics.append(update_metrics)
         return join_metrics(metrics)
+
+    def _live_on_planned_ranks(self, stages: Stages) -> ExpertParallel:
+        """Return the settings of updates that route live, with samples where the plan of the batch has put them."""
+        split = stages.updates[0].batch.parallel.split_sequences
+        return dataclasses.replace(self.state.balancer.live, split_sequences=split)
 
     def _model_times(self, stages: Stages) -> dict[str, float | None]:
         """Model the time of a batch for its line of metrics, and describe it in `summary`."""

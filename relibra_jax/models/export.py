@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
+from relibra_jax.execution.memory import in_host_memory, take, to_device
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
 from relibra_jax.models.hf_tensors import EXPERTS, Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
@@ -101,19 +102,19 @@ def _take_dense(parameter: Any, index: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def _gathered(array: jax.Array, index: tuple[Any, ...], *, mesh: Mesh) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array[index], NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(to_device(array[index]), NamedSharding(mesh, PartitionSpec()))
 
 
 @jax.jit
 def _at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    return array[index]
+    return to_device(array[index])
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transposed", "dtype"))
 def _as_tensor(
     value: jax.Array, index: tuple[Any, ...], *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
-    value = value[index]
+    value = to_device(value[index])
     value = value.reshape(shape[::-1]).T if transposed else value.reshape(shape)
     return value.astype(dtype)
 
@@ -123,6 +124,8 @@ def _broadcast(
     experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh, fsdp_axis: str | None
 ) -> jax.Array:
     """Broadcast the weights ``[3, D, F]`` of one rank's expert to all devices, bit by bit the same."""
+    if in_host_memory(experts):
+        experts, layer = take(experts, layer)[None], 0
     local = experts.shape[2]
 
     def on_rank(experts):

@@ -34,6 +34,7 @@ from relibra_jax.nnx.dense_sharding import (
     dense_spec_of,
     gather_dense,
     gather_on_rank,
+    mark_compute_dtype,
     mark_dense,
 )
 from relibra_jax.support.argument_types import checks_arguments
@@ -103,6 +104,8 @@ class LanguageModel(nnx.Module):
             for variable in vars(module).values() if set(path) & set(STACKS) else ():
                 if isinstance(variable, nnx.Param):
                     variable.set_metadata(adds_gradients=True)
+        if dense_axes is None:
+            mark_compute_dtype(self, dtype)
 
     def __call__(
         self,

@@ -736,7 +736,7 @@ class Balancer:
         """Prepare stages for live routing: samples in order or packed, experts at home, no replicas."""
         if mask is None:
             raise ValueError("live routing (replay=None) needs mask, the tokens of each sample")
-        if self.sequences == "packed":
+        if self.sequences in LAYOUTS:
             check_aligned_left(np.asarray(mask))
         num_samples, num_tokens = mask.shape
         lengths = np.asarray(mask).sum(1)

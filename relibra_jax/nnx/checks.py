@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import EMPTY, Array, RoutingReplay, check_shape
+from relibra_jax.execution.memory import in_host_memory, take, to_device
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
-from relibra_jax.nnx.variables import ExpertParam
+from relibra_jax.nnx.variables import AXES, ExpertParam
 from relibra_jax.planning.batch import Batch, check_routes
 from relibra_jax.support.argument_types import checks_arguments
 
@@ -41,7 +42,14 @@ def check_finite(model: nnx.Module) -> None:
 
 @jax.jit
 def _all_finite(leaves: list[Any]) -> list[jax.Array]:
-    return [jnp.isfinite(leaf).all() for leaf in leaves]
+    def is_finite(leaf: Any) -> jax.Array:
+        if in_host_memory(leaf) and leaf.ndim > AXES:
+            return jax.lax.map(
+                lambda layer: jnp.isfinite(take(leaf, layer)).all(), jnp.arange(len(leaf))
+            ).all()
+        return jnp.isfinite(to_device(leaf)).all()
+
+    return [is_finite(leaf) for leaf in leaves]
 
 
 def expert_marks(model: nnx.Module) -> Float[np.ndarray, "L E m"]:
@@ -54,7 +62,16 @@ def expert_marks(model: nnx.Module) -> Float[np.ndarray, "L E m"]:
 @jax.jit
 def _some_weights(leaves: list[Any]) -> list[jax.Array]:
     """Return a few weights of the gate of every expert, ``[*l, N, G, H, m]``."""
-    few = [leaf[..., 0, :_SIDE, :_SIDE].astype(jnp.float32) for leaf in leaves]
+
+    def gates(experts: Any) -> jax.Array:
+        return experts[..., 0, :_SIDE, :_SIDE].astype(jnp.float32)
+
+    def gates_of(leaf: Any) -> jax.Array:
+        if in_host_memory(leaf) and leaf.ndim > AXES:
+            return jax.lax.map(lambda layer: gates(take(leaf, layer)), jnp.arange(len(leaf)))
+        return gates(to_device(leaf))
+
+    few = [gates_of(leaf) for leaf in leaves]
     widths = [[(0, _SIDE - size) for size in some.shape[-2:]] for some in few]
     few = [jnp.pad(some, [(0, 0)] * (some.ndim - 2) + width) for some, width in zip(few, widths, strict=True)]
     return [some.reshape(*some.shape[:-2], -1) for some in few]
@@ -203,7 +220,7 @@ def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
         sample, token = np.argwhere(gaps)[0].tolist()
         raise ValueError(
             f"sample {sample}: token {token + 1} is real, but token {token} before it is padding;"
-            " several samples in a sequence must be aligned to the left"
+            " samples must be aligned to the left with sequences='packed' or 'split'"
         )
 
 

@@ -97,6 +97,22 @@ def mark_dense(model: nnx.Module, axes: Mapping[str, int], dtype: DTypeLike) -> 
                 setattr(module, name, marked)
 
 
+def mark_compute_dtype(model: nnx.Module, dtype: DTypeLike) -> None:
+    """Give dense parameters that are not sharded the dtype of their computation, in place, for `nnx.host_state`.
+
+    Args:
+        model: a `relibra_jax.models.LanguageModel`, or a module with the same names.
+        dtype: the dtype to which the model casts all dense parameters but vectors, biases and the router.
+    """
+    for path, module in nnx.iter_modules(model):
+        leading = 1 if path and path[0] in STACKS else 0
+        for name, variable in vars(module).items():
+            if not isinstance(variable, nnx.Param) or isinstance(variable, ExpertParam):
+                continue
+            if name not in (*WHOLE, *FLOAT32) and variable.get_raw_value().ndim - leading > 1:
+                variable.set_metadata(compute_dtype=dtype)
+
+
 def gather_dense[T](state: T, mesh: Mesh) -> T:
     """Gather the sharded dense parameters among variables, for the computation of one layer.
 

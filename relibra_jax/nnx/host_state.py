@@ -25,23 +25,19 @@ from relibra_jax.nnx.dense_sharding import STACKS
 type Path = tuple[Any, ...]
 
 
-def put_on_host(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-    """Move the parameters of a model and the state of its optimizer to host memory, in place.
+def put_on_host(module: nnx.Module | nnx.Optimizer) -> None:
+    """Move the parameters of a model, or the state of an optimizer, to host memory, in place and one after another.
 
-    Numbers without axes, such as step counts, and variables that are not trained stay on the devices.
+    Numbers without axes, such as step counts, and variables that are not trained stay on the devices. Make the
+    optimizer of a model that is on the host already: its moments are then there, too.
 
     Args:
-        model: the model, on its mesh.
-        optimizer: the optimizer of the model, on the same mesh.
+        module: the model or its optimizer, on the mesh.
     """
-
-    def move(leaf: jax.Array) -> jax.Array:
-        if not leaf.ndim:
-            return leaf
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
-
-    nnx.update(model, jax.tree.map(move, nnx.state(model, nnx.Param)))
-    nnx.update(optimizer.opt_state, jax.tree.map(move, nnx.state(optimizer.opt_state)))
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Param | nnx.optimizer.OptState) and variable.get_raw_value().ndim:
+            leaf = variable.get_raw_value()
+            variable.set_value(jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)))
 
 
 def on_device[T: nnx.Module](model: T, mesh: Mesh) -> T:
