@@ -404,7 +404,7 @@ def test_only_regular_files_are_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "link", "new", "pipe"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attacks_end_right():
     """A few of the attacks of ``make attack``, in a process of their own."""
     program = Path(__file__).with_name("attack.py")

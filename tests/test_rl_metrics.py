@@ -159,7 +159,7 @@ def test_profile_names_phases_and_layers(ran):
 def test_tell_compilations_names_every_program(ran):
     """The progress line shows these names, for example those of the planner and of generation."""
     programs = {
-        "begin",
+        "prefill",
         "decode",
         "count",
         "plan_rounds",
