@@ -220,7 +220,7 @@ TRAINING = {
     "--top-p=1.5": "top_p=1.5 must be above 0 and at most 1",
     "--clip.low=-3": "clip.low=-3.0 must be at least 0 and at most 1",
     "--clip.high=nan": "clip.high=nan must be at least 0",
-    "--prompts=1073741824": "generating 8589934592 samples of 28 tokens at a time (wave_samples) needs 229376 GiB",
+    "--prompts=1073741824": "generating 1073741824 samples of 28 tokens at a time on each rank (wave_samples) needs",
     f"--anneal-steps={2**50}": f"anneal_steps={2**50} {INTEGER} 0 and at most 2147483647",
     f"--reorder.steps={2**60}": f"reorder.steps={2**60} needs 8589934592 GiB of memory, but this machine has",
     "--reorder.steps=0": f"steps=0 {INTEGER} 1 and at most 2147483647",

@@ -127,9 +127,9 @@ def test_wave_divides_over_the_ranks(wave_samples, nearest):
 def test_waves_bound_the_memory_that_a_run_needs(monkeypatch):
     config = Train(prompts=2, responses_per_prompt=32, prompt_tokens=4096, response_tokens=4096, updates=2)
     a_sample = 8192 * TINY.cache_bytes
-    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 16 * a_sample)
+    monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2 * a_sample)
     with pytest.raises(
-        ValueError, match=r"generating 64 samples of 8192 tokens at a time \(wave_samples\) needs"
+        ValueError, match=r"generating 8 samples of 8192 tokens at a time on each rank \(wave_samples\) needs"
     ):
         dataclasses.replace(config)
     assert dataclasses.replace(config, wave_samples=16).samples_at_once == 16

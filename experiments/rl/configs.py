@@ -386,7 +386,10 @@ class Train:
             )
 
     def _check_memory(self) -> None:
-        """Check the largest arrays of the host: the random numbers of the searches."""
+        """Check the largest arrays: the keys and values of a wave on a rank, and the random numbers of the searches."""
+        tokens, samples = self.prompt_tokens + self.response_tokens, self.samples_at_once // self.num_ranks
+        purpose = f"generating {samples} samples of {tokens} tokens at a time on each rank (wave_samples)"
+        check_memory(purpose, samples * tokens * self.model_config.cache_bytes)
         # A search step draws at least one number for every micro-batch, or for every expert of a rank.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),
