@@ -269,9 +269,8 @@ def test_split_sequences_reject_counts_alone():
 @pytest.mark.slow
 def test_live_samples_must_be_aligned_to_the_left():
     model, _, balancer = prepared("split", striped=False)
-    mask = np.zeros((8, 6), bool)
-    mask[:, 2:] = True
-    mask[3, 0] = True
+    mask = np.ones((8, 6), bool)
+    mask[3, 1] = False
     with pytest.raises(ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding"):
         balancer.prepare(model, None, None, mask=mask)
 
