@@ -188,17 +188,22 @@ def test_judge_batches_can_fail_every_requirement(batch, change, broken):
         assert finding.requirement.startswith(requirement)
 
 
-def test_expected_sent_counts_a_padded_update():
-    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=2, resident_slots=1)
-    capacities = Capacities(
+def buffers(node, exports):
+    """Return buffer sizes of which the lanes between nodes and the exports of replicas differ."""
+    return Capacities(
         rows=0,
         flat=ExchangeSizes(pair=0, own=9, send=0, receive=0),
-        node=ExchangeSizes(pair=10, own=9, send=0, receive=0),
+        node=ExchangeSizes(pair=node, own=9, send=0, receive=0),
         local=ExchangeSizes(pair=7, own=9, send=0, receive=0),
-        exports=3,
+        exports=exports,
         export_copies=0,
         push=PushSizes(exports=5, pair=6, own=1),
     )
+
+
+def test_expected_sent_counts_a_padded_update():
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=2, resident_slots=1)
+    capacities = buffers(node=10, exports=3)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
         topology=topology,
@@ -253,15 +258,7 @@ def test_push_time_agrees_with_expected_sent_on_the_bytes_of_a_plan(fill):
 def priced_and_sent():
     """Return the bytes that the cost model prices for an update, and those that follow from the same buffers."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2, resident_slots=1)
-    capacities = Capacities(
-        rows=0,
-        flat=ExchangeSizes(pair=0, own=9, send=0, receive=0),
-        node=ExchangeSizes(pair=11, own=9, send=0, receive=0),
-        local=ExchangeSizes(pair=7, own=9, send=0, receive=0),
-        exports=4,
-        export_copies=0,
-        push=PushSizes(exports=5, pair=6, own=1),
-    )
+    capacities = buffers(node=11, exports=4)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
         topology=topology,

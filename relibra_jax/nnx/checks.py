@@ -1,5 +1,6 @@
 """Checks around a batch: of the model and the replay before it is planned, and of the rows that experts computed."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -42,14 +43,7 @@ def check_finite(model: nnx.Module) -> None:
 
 @jax.jit
 def _all_finite(leaves: list[Any]) -> list[jax.Array]:
-    def is_finite(leaf: Any) -> jax.Array:
-        if in_host_memory(leaf) and leaf.ndim > AXES:
-            return jax.lax.map(
-                lambda layer: jnp.isfinite(take(leaf, layer)).all(), jnp.arange(len(leaf))
-            ).all()
-        return jnp.isfinite(to_device(leaf)).all()
-
-    return [is_finite(leaf) for leaf in leaves]
+    return [_by_layer(lambda part: jnp.isfinite(part).all(), leaf).all() for leaf in leaves]
 
 
 def expert_marks(model: nnx.Module) -> Float[np.ndarray, "L E m"]:
@@ -63,18 +57,20 @@ def expert_marks(model: nnx.Module) -> Float[np.ndarray, "L E m"]:
 def _some_weights(leaves: list[Any]) -> list[jax.Array]:
     """Return a few weights of the gate of every expert, ``[*l, N, G, H, m]``."""
 
-    def gates(experts: Any) -> jax.Array:
+    def gates(experts: jax.Array) -> jax.Array:
         return experts[..., 0, :_SIDE, :_SIDE].astype(jnp.float32)
 
-    def gates_of(leaf: Any) -> jax.Array:
-        if in_host_memory(leaf) and leaf.ndim > AXES:
-            return jax.lax.map(lambda layer: gates(take(leaf, layer)), jnp.arange(len(leaf)))
-        return gates(to_device(leaf))
-
-    few = [gates_of(leaf) for leaf in leaves]
+    few = [_by_layer(gates, leaf) for leaf in leaves]
     widths = [[(0, _SIDE - size) for size in some.shape[-2:]] for some in few]
     few = [jnp.pad(some, [(0, 0)] * (some.ndim - 2) + width) for some, width in zip(few, widths, strict=True)]
     return [some.reshape(*some.shape[:-2], -1) for some in few]
+
+
+def _by_layer(function: Callable[[jax.Array], jax.Array], leaf: Any) -> jax.Array:
+    """Apply a function to an array on the devices, layer by layer if it is of stacked experts in host memory."""
+    if in_host_memory(leaf) and leaf.ndim > AXES:
+        return jax.lax.map(lambda layer: function(take(leaf, layer)), jnp.arange(len(leaf)))
+    return function(to_device(leaf))
 
 
 _SIDE: Final = 8
