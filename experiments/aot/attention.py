@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.aot.bytes import transfer_content
+from experiments.aot.checks import phase_of
 from experiments.aot.findings import Finding, print_findings, read_compiled
 from experiments.aot.hlo import Instruction, Program
 from experiments.aot.stack import FAST_COMPILATION, input_shapes, with_shardings
@@ -112,9 +113,7 @@ def count_beside(program: Program) -> dict[str, int]:
     counts = dict.fromkeys(PHASES, 0)
     for transfer in program.transfers():
         if transfer.asynchronous and transfer_content(transfer) == "replicas":
-            rematted, backward = ("rematted" in transfer.op_name, "transpose(" in transfer.op_name)
-            phase = "refetch" if rematted else "return" if backward else "fetch"
-            counts[phase] += any(_is_attention(program, one) for one in transfer.between)
+            counts[phase_of(transfer)] += any(_is_attention(program, one) for one in transfer.between)
     return counts
 
 

@@ -222,7 +222,12 @@ def _judge_memory(case: Case, measured: Mapping[Case, Measured]) -> Iterator[Fin
 
 
 def phase_of(transfer: Transfer) -> Phase:
-    """Return the phase of a transfer, from the JAX transformations in its name."""
-    if "transpose(" not in transfer.op_name:
+    """Return the phase of a transfer, from the JAX transformations in its name.
+
+    In a backward pass, `jax.checkpoint` names what it repeats ``rematted_computation``; what
+    `relibra_jax.models.layer_scan.scan_layers` repeats is a forward pass of its own, ``jvp()``.
+    """
+    _, backward, inside = transfer.op_name.partition("transpose(")
+    if not backward:
         return "fetch"
-    return "refetch" if "rematted_computation" in transfer.op_name else "return"
+    return "refetch" if "rematted_computation" in inside or "/jvp(" in inside else "return"

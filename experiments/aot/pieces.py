@@ -7,6 +7,7 @@ from typing import Final, Literal, NamedTuple
 import jax
 
 from experiments.aot.bytes import count_sent, group_axes, transfer_content
+from experiments.aot.checks import phase_of
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, judge_bytes, print_findings, read_compiled
 from experiments.aot.hlo import Program
@@ -57,12 +58,11 @@ def crossings(program: Program, mesh_axes: Mapping[str, int]) -> Iterator[Crossi
         axes, _ = group_axes(transfer.start, mesh_axes)
         if axes != "node" or transfer_content(transfer) != "tokens":
             continue
-        repeated = "rematted" in transfer.op_name
-        backward = repeated or "transpose(" in transfer.op_name
+        phase = phase_of(transfer)
         # Gradients of outputs travel as the outputs did, in the scope of combine.
-        out = ("dispatch" in transfer.op_name) == (repeated or not backward)
+        out = ("dispatch" in transfer.op_name) == (phase != "return")
         kernels = sum(map(program.is_kernel, transfer.between)) if transfer.asynchronous else 0
-        yield Crossing("backward" if backward else "forward", out, kernels)
+        yield Crossing("forward" if phase == "fetch" else "backward", out, kernels)
 
 
 def judge_crossings(found: Iterable[Crossing]) -> Iterator[Finding]:
