@@ -1,6 +1,7 @@
 """The scan over layers: its values and gradients are those of `jax.lax.scan`, and totals grow in place."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, expe
 from relibra_jax.nnx.variables import WithTotal
 
 LAYERS, WIDTH = 3, 4
+SUM_OF_EXPERTS = re.compile(r"= f32\[[\d,]*2,3,8,8\]\S* all-reduce\(")
+"""A sum over groups of the gradients of a rank's two experts."""
 
 
 def layer(x, inputs):
@@ -84,10 +87,10 @@ def test_gradients_are_added_to_totals_in_float32():
 
 
 @functools.cache
-def gradients(in_place, runs):
-    """Return the gradients of a small model whose objective runs it so many times."""
-    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
-    mesh = expert_mesh(topology, devices=jax.devices()[:1])
+def gradients(in_place, runs, groups=1):
+    """Return the gradients of a small model whose objective runs it so many times, and the compiled program."""
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+    mesh = expert_mesh(topology, devices=jax.devices()[: 2 * groups], data=groups)
     config = ModelConfig(
         vocabulary=16,
         width=8,
@@ -104,23 +107,27 @@ def gradients(in_place, runs):
     model = make_model(config, topology, mesh=mesh, key=jax.random.key(0))
     parallel = ExpertParallel(mesh=mesh, topology=topology)
     balancer = Balancer(relibra(), parallel, num_layers=2, num_micro_batches=2, key=jax.random.key(0))
-    batch = balancer.prepare(model, None, None, mask=np.ones((4, 5), bool))
-    tokens = batch.to_ranks(np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32))
+    batch = balancer.prepare(model, None, None, mask=np.ones((8, 5), bool))
+    tokens = batch.to_ranks(np.random.default_rng(0).integers(0, 16, (8, 5)).astype(np.int32))
 
     def objective(model, tokens, layers):
         mask = jnp.ones(tokens.shape, bool)
         hidden = [model(tokens, mask, parallel=batch.parallel).hidden for _ in range(runs)]
         return sum((each**3).sum() for each in hidden), None
 
-    @nnx.jit
-    def run(model, batch, tokens):
-        return accumulate_gradients(model, objective, batch, tokens, in_place=in_place)[0]
+    graph, state = nnx.split(model)
 
-    return run(model, batch, tokens)
+    @jax.jit
+    def run(state, batch, tokens):
+        return accumulate_gradients(nnx.merge(graph, state), objective, batch, tokens, in_place=in_place)[0]
+
+    compiled = run.lower(state, batch, tokens).compile()
+    return compiled(state, batch, tokens), compiled.as_text()
 
 
-def test_gradients_in_place_are_those_beside_totals():
-    desired, actual = gradients(False, 1), gradients(True, 1)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_in_place_are_those_beside_totals(groups):
+    desired, actual = gradients(False, 1, groups)[0], gradients(True, 1, groups)[0]
     assert jax.tree.structure(actual) == jax.tree.structure(desired)
     for (path, value), other in zip(jax.tree.leaves_with_path(desired), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(
@@ -130,8 +137,18 @@ def test_gradients_in_place_are_those_beside_totals():
 
 
 def test_gradients_in_place_of_a_model_that_runs_twice_are_nan():
-    assert np.isnan(gradients(True, 2)["embedding"][...]).all()
-    assert np.isfinite(gradients(False, 2)["embedding"][...]).all()
+    assert np.isnan(gradients(True, 2)[0]["embedding"][...]).all()
+    assert np.isfinite(gradients(False, 2)[0]["embedding"][...]).all()
+
+
+def test_gradients_of_experts_are_summed_over_groups_after_the_micro_batches():
+    sums = {
+        in_place: [line for line in gradients(in_place, 1, 2)[1].splitlines() if SUM_OF_EXPERTS.search(line)]
+        for in_place in (False, True)
+    }
+    assert all("/while/" in line for line in sums[False])
+    assert len(sums[True]) == 1
+    assert "/while/" not in sums[True][0]
 
 
 def test_inputs_of_layers_wait_on_the_host():

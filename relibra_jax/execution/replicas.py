@@ -82,7 +82,8 @@ def fetch_replicas(
 
     Args:
         experts: the home experts of the layer, ``[N, G, H, 3, D, F]``: gate, up and down transposed. Their dtype is
-            that of the computation, of the transfer of replicas, and of the replicas' gradients.
+            that of the computation, of the transfer of replicas, and of the replicas' gradients. With an entry for each
+            data-parallel group, ``[*data, N, G, H, 3, D, F]``, their gradients are not summed over the groups.
         layer: the prepared layer (`relibra_jax.execution.prepared_layer.prepare_layer`), with the weights of the
             residents if the topology has resident slots.
         x: the transformer layer's input, ``[B, ...]``, sharded over the ranks along its first axis.
@@ -97,7 +98,11 @@ def fetch_replicas(
             over the ranks.
     """
     topology = parallel.topology
-    check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
+    groups = experts.shape[:-6]
+    home_slots = (*parallel.ranks, topology.home_slots)
+    check_shape("experts", experts.shape, (*groups, *home_slots, 3, *experts.shape[-2:]))
+    if groups:
+        _check_groups("experts", groups, parallel)
     check_tokens("x", x, parallel)
     residents = _check_layer_residents(layer.residents, experts, parallel)
     slot_expert = _held_experts(layer, topology)
@@ -110,16 +115,17 @@ def fetch_replicas(
         jax.shard_map,
         mesh=parallel.mesh,
         in_specs=(
-            PartitionSpec(*RANKS),
-            None if residents is None else _resident_spec(residents.shape, parallel),
+            _group_spec(groups, parallel),
+            None if residents is None else _group_spec(residents.shape[:-6], parallel),
             rank if has_replicas else None,
             parallel.token_spec,
         ),
         out_specs=(out, parallel.token_spec),
     )
     def on_rank(experts, residents, tables, x):
-        # The groups share homes and residents, so JAX must sum their gradients over the groups.
-        rank_experts = [experts[0, 0]] if residents is None else [experts[0, 0], residents[place]]
+        # What groups share varies over them from here on, so JAX sums its gradients over the groups.
+        own = experts.reshape(experts.shape[-4:])
+        rank_experts = [own] if residents is None else [own, residents[place]]
         buffers = tuple(vary_over(buffer, parallel.data_axes) for buffer in rank_experts)
         replicas = None
         if has_replicas:
@@ -146,16 +152,26 @@ def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*rank
     return jnp.concatenate([homes, resident, replicas], axis=-1)
 
 
-def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
-    """Return the sharding spec of one layer's residents ``[*data, N, G, B, ...]``.
+def _group_spec(groups: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
+    """Return the sharding spec of one layer's weights ``[*data, N, G, ...]``, or ``[N, G, ...]`` if groups share them.
 
-    They are sharded over the ranks, and over the data axes whose groups have residents of their own.
+    They are sharded over the ranks, and over the data axes whose groups have weights of their own.
     """
     names = (
         axis if size == parallel.mesh.shape[axis] else None
-        for axis, size in zip(parallel.data_axes, shape, strict=False)
+        for axis, size in zip(parallel.data_axes, groups, strict=False)
     )
     return PartitionSpec(*names, *RANKS)
+
+
+def _check_groups(name: str, groups: tuple[int, ...], parallel: ExpertParallel) -> None:
+    """Raise unless weights have one group along each data axis, or all."""
+    check_shape(f"{name}, the axes of groups", (len(groups),), (len(parallel.data_axes),))
+    for axis, size in zip(parallel.data_axes, groups, strict=True):
+        if size not in (1, parallel.mesh.shape[axis]):
+            raise ValueError(
+                f"{name} have {size} groups along {axis!r}, but the mesh has {parallel.mesh.shape[axis]}"
+            )
 
 
 def _check_layer_residents(residents: Residents | None, experts: Any, parallel: ExpertParallel) -> Any:
@@ -179,11 +195,7 @@ def _check_layer_residents(residents: Residents | None, experts: Any, parallel: 
             " topology for which they were pushed"
         )
     groups = weights.shape[: len(parallel.data_axes)]
-    for axis, size in zip(parallel.data_axes, groups, strict=True):
-        if size not in (1, parallel.mesh.shape[axis]):
-            raise ValueError(
-                f"residents have {size} groups along {axis!r}, but the mesh has {parallel.mesh.shape[axis]}"
-            )
+    _check_groups("residents", groups, parallel)
     slots = (*parallel.ranks, topology.resident_slots)
     check_shape("residents", weights.shape, (*groups, *slots, *np.shape(experts)[-3:]))
     check_shape("residents.experts", residents.experts.shape, slots)

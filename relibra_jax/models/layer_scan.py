@@ -81,6 +81,11 @@ def scan_layers(
         def step(carry: Any, number: jax.Array) -> Any:
             gradient, totals = carry
             of_one, of_fixed = take((values, fixed), number)
+            # With a total for each group, the layer gets weights for each, so that gradients are not summed over them.
+            of_one = [
+                jnp.broadcast_to(*each)
+                for each in zip(of_one, [one.shape[1:] for one in totals], strict=True)
+            ]
             _, pull_back = jax.vjp(lambda x, values: run(x, values, of_fixed), take(kept, number), of_one)
             of_outputs = jax.tree.map(functools.partial(_gradient_of_layer, number=number), gradients[1])
             gradient, added = pull_back((gradient, of_outputs))

@@ -20,8 +20,9 @@ from relibra_jax.execution.memory import take
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.dense_sharding import shard_like_dense
+from relibra_jax.nnx.group_totals import sum_groups, total_of_groups
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.nnx.variables import ExpertParam, WithTotal, expert_fsdp_axis
+from relibra_jax.nnx.variables import ExpertParam, WithTotal, fsdp_axis_of
 from relibra_jax.support.argument_types import checks_arguments
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
@@ -60,8 +61,9 @@ def accumulate_gradients(
             function.
         step: the optimizer's step number, ``optimizer.step[...]``, required with ``residents``.
         in_place: whether a `relibra_jax.models.LanguageModel` adds the gradients of a layer to their totals where it
-            computes them, so that those of a micro-batch take no memory. The objective must run the model once: after
-            none or several runs the gradients of embedding, output head and last norm are NaN.
+            computes them, so that those of a micro-batch take no memory. The gradients of experts are then summed over
+            data-parallel groups once, and not in every micro-batch. The objective must run the model once: after none
+            or several runs the gradients of embedding, output head and last norm are NaN.
 
     Returns:
         ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
@@ -117,11 +119,17 @@ def accumulate_gradients(
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
     of_variables = shard_like_dense(jax.tree.map(zeros, list(variables)), batch.parallel.mesh)
-    totals = [variable.get_raw_value() for variable in of_variables]
+    totals = [
+        total_of_groups(variable, batch.parallel) if add else variable.get_raw_value()
+        for variable, add in zip(of_variables, adds, strict=False)
+    ]
     totals += [zeros(value) for value in values[len(variables) :]]
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
     totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)
-    summed = (variable.replace(total) for variable, total in zip(variables, totals, strict=False))
+    summed = (
+        variable.replace(sum_groups(total, variable, batch.parallel))
+        for variable, total in zip(variables, totals, strict=False)
+    )
     gradients = nnx.from_flat_state(list(zip(paths, summed, strict=True)))
     if residents is not None:
         gradients = _add_resident_gradients(gradients, totals[-1], batch)
@@ -171,7 +179,7 @@ def _push(params: Any, batch: PreparedBatch) -> Residents | None:
         batch.batch_plan.plan,
         batch.parallel,
         dtype=leaves[0].get_metadata("compute_dtype", None),
-        fsdp_axis=_fsdp_axis(leaves[0]),
+        fsdp_axis=fsdp_axis_of(leaves[0]),
     )
 
 
@@ -182,7 +190,7 @@ def _add_resident_gradients(gradients: Any, resident_gradients: jax.Array, batch
         [leaf.get_raw_value() for leaf in leaves],
         batch.batch_plan.plan,
         batch.parallel,
-        fsdp_axis=_fsdp_axis(leaves[0]),
+        fsdp_axis=fsdp_axis_of(leaves[0]),
     )
     sums = iter(totals)
 
@@ -200,8 +208,3 @@ def _experts(state: Any) -> list[ExpertParam]:
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
-
-
-def _fsdp_axis(leaf: ExpertParam) -> str | None:
-    """Return the mesh axis over which experts are sharded along D."""
-    return expert_fsdp_axis(tuple(leaf.get_metadata("out_sharding", None) or ()), len(leaf.shape))

@@ -269,7 +269,7 @@ class MoELayer(nnx.Module):
     def _check(self, x, expert_ids, plan, parallel: ExpertParallel, mask) -> None:
         topology = parallel.topology
         layout = (*parallel.ranks, topology.home_slots, 3, self.width, self.expert_width)
-        check_shape("expert weights", self.experts.shape, layout)
+        check_shape("expert weights", self.experts.shape[-len(layout) :], layout)
         tokens = tuple(x.shape[:-1])
         check_shape("x", x.shape, (*tokens, self.width))
         if expert_ids is None and isinstance(plan, PreparedLayer):

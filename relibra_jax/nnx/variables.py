@@ -47,7 +47,8 @@ class WithTotal(NamedTuple):
     value: Array
     """The value."""
     total: Array
-    """The total, in float32 or wider."""
+    """The total, in float32 or wider. It may have axes of groups after the axis of layers
+    (`relibra_jax.nnx.group_totals`)."""
     runs: Array
     """0. Its gradient is the number of runs that added to the total, which must be one."""
 
@@ -71,6 +72,11 @@ def expert_fsdp_axis(spec: Sequence[str | None], ndim: int) -> str | None:
     'fsdp'
     """
     return spec[ndim - 2] if len(spec) > ndim - 2 else None
+
+
+def fsdp_axis_of(experts: nnx.Variable) -> str | None:
+    """Return the mesh axis over which expert weights are sharded along D, from their metadata."""
+    return expert_fsdp_axis(tuple(experts.get_metadata("out_sharding", None) or ()), len(experts.shape))
 
 
 def expert_spec(fsdp_axis: str | None = None) -> PartitionSpec:
