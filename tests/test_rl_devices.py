@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from experiments.rl.devices import compile_quickly, host_devices
+from experiments.rl.devices import compile_quickly, host_devices, overlap_exchanges
+from relibra_jax.execution import OVERLAP_OPTIONS
 
 OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
@@ -22,6 +23,18 @@ def test_compile_quickly_keeps_the_options_of_the_caller(monkeypatch, before, af
     for _ in range(2):
         compile_quickly()
         assert os.environ["XLA_FLAGS"] == after
+
+
+def test_runs_overlap_exchanges_on_gpus_unless_the_caller_says_otherwise(monkeypatch):
+    mine = "--xla_gpu_enable_latency_hiding_scheduler=false"
+    monkeypatch.setenv("XLA_FLAGS", mine)
+    overlap_exchanges()
+    first, *others = os.environ["XLA_FLAGS"].split()
+    assert first == mine
+    assert {flag.removeprefix("--").partition("=")[0] for flag in others} == set(OVERLAP_OPTIONS) - {
+        "xla_gpu_enable_latency_hiding_scheduler"
+    }
+    assert "--xla_gpu_experimental_collective_start_as_early_as_possible=true" in others
 
 
 def test_host_devices_have_two_threads_each(monkeypatch):

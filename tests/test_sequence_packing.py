@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.routing.sequence_packing import lay_out_sequences
+from relibra_jax.routing.sequence_packing import MOST_PADDING, STEPS, lay_out_sequences, sequence_length
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
 
@@ -28,39 +28,48 @@ def check_layout(layout, assignment, lengths):
         assert positions == {int(one): list(range(lengths[one])) for one in samples if one != EMPTY}
 
 
-@given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(1, 2), st.floats(0.1, 1))
-def test_lay_out_sequences_gives_every_token_one_place(lengths, micro_batches, least_fill):
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(1, 2))
+def test_lay_out_sequences_gives_every_token_one_place(lengths, micro_batches):
     lengths = np.array(lengths)
     assignment = pack_samples(lengths, TOPOLOGY, num_micro_batches=micro_batches)
-    layout = lay_out_sequences(assignment, lengths, least_fill=least_fill)
+    layout = lay_out_sequences(assignment, lengths)
     check_layout(layout, assignment, lengths)
-    again = lay_out_sequences(assignment, lengths, least_fill=least_fill, shape=layout.shape)
-    if layout.fill >= least_fill:
-        assert again.shape == layout.shape
+    fullest = np.append(lengths, 0)[assignment.sample].sum(-1).max()
+    assert fullest <= layout.shape[1] <= fullest * (1 + 1 / STEPS)
+    assert lay_out_sequences(assignment, lengths, shape=layout.shape).shape == layout.shape
 
 
-def test_lay_out_sequences_takes_as_many_sequences_as_padding_allows():
-    lengths = np.array([8, 8, 4, 4, 8, 8, 4, 4])
-    assignment = Assignment(np.arange(8, dtype=np.int32).reshape(1, 1, 2, 4))
-    assert lay_out_sequences(assignment, lengths).shape == (3, 8)
-    assert lay_out_sequences(assignment, lengths, least_fill=0.7).shape == (4, 8)
-    uneven = np.array([9, 8, 4, 4, 8, 8, 4, 4])
-    layout = lay_out_sequences(assignment, uneven)
-    assert layout.shape == (1, 25)
-    assert layout.fill == 49 / 50
+@given(st.integers(1, 10**6), st.integers(1, 64), st.none() | st.integers(1, 10**6))
+def test_lengths_hold_the_tokens_with_little_padding(tokens, align, earlier):
+    length = sequence_length(tokens, align, earlier)
+    assert length >= tokens
+    if length != earlier:
+        assert length % align == 0
+        assert length < tokens * (1 + 1 / STEPS) + align
+    else:
+        assert length * (1 - MOST_PADDING) <= tokens or length % align == 0
 
 
-def test_lay_out_sequences_keeps_a_shape_while_samples_fill_it():
+def test_few_lengths_serve_growing_responses():
+    length, compiled = None, set()
+    for tokens in range(1000, 4000):
+        length = sequence_length(tokens, 1, length)
+        compiled.add(length)
+    assert len(compiled) <= 2 * STEPS + 1
+
+
+def test_lay_out_sequences_keeps_a_length_while_samples_fit_it():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
-    assert lay_out_sequences(assignment, np.array([5, 5, 5, 4]), shape=(2, 5)).shape == (2, 5)
-    assert lay_out_sequences(assignment, np.array([50, 49, 48, 49]), shape=(2, 51)).shape == (2, 51)
-    assert lay_out_sequences(assignment, np.array([5, 5, 5, 6]), shape=(2, 5)).shape == (1, 11)
-    assert lay_out_sequences(assignment, np.array([5, 5, 5, 5]), shape=(2, 9)).shape == (2, 5)
+
+    def length(lengths, earlier):
+        return lay_out_sequences(assignment, np.array(lengths), shape=(1, earlier)).shape[1]
+
+    assert length([50, 49, 48, 49], 104) == 104
+    assert length([50, 55, 48, 49], 104) == 108
+    assert length([50, 40, 48, 39], 104) == 92
 
 
-def test_lay_out_sequences_rejects_other_samples_and_fills():
+def test_lay_out_sequences_rejects_other_samples():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
     with pytest.raises(ValueError, match="the assignment has sample 3, but lengths has only 3 entries"):
         lay_out_sequences(assignment, np.ones(3, int))
-    with pytest.raises(ValueError, match=r"least_fill=0\.0 must be above 0 and at most 1"):
-        lay_out_sequences(assignment, np.ones(4, int), least_fill=0.0)

@@ -136,7 +136,7 @@ def test_sequences_are_whole_chunks():
         chunk_length(12)
 
 
-def test_layouts_of_streams_keep_the_shape_of_earlier_batches_if_it_is_full_enough():
+def test_layouts_of_streams_keep_the_shape_of_earlier_batches_while_they_fit():
     assignment = Assignment(np.array([[[[0, 1], [2, EMPTY]], [[EMPTY, 3], [EMPTY, EMPTY]]]]))
     lengths = np.array([30, 20, 44, 92])
     layout = lay_out_streams(assignment, lengths)
@@ -146,9 +146,9 @@ def test_layouts_of_streams_keep_the_shape_of_earlier_batches_if_it_is_full_enou
         [[3] * 48, [*[3] * 44, *[EMPTY] * 4]],
     ]
     assert layout.position[0, 1, 1, 0].tolist()[:17] == [*range(8, 16), *range(24, 32), 40]
-    assert lay_out_streams(assignment, 10 * lengths).shape == (1, 472)
-    assert lay_out_streams(assignment, 10 * lengths, shape=(1, 480)).shape == (1, 480)
-    assert lay_out_streams(assignment, 10 * lengths, shape=(1, 512)).shape == (1, 472)
+    assert lay_out_streams(assignment, 10 * lengths).shape == (1, 480)
+    assert lay_out_streams(assignment, 10 * lengths, shape=(1, 512)).shape == (1, 512)
+    assert lay_out_streams(assignment, 10 * lengths, shape=(1, 544)).shape == (1, 480)
     assert lay_out_streams(assignment, lengths // 20, align=4).shape == (1, 4)
     with pytest.raises(ValueError, match="aligned positions 3 must divide the 8 positions of a chunk"):
         lay_out_streams(assignment, lengths, align=3)
@@ -283,9 +283,9 @@ def test_attention_of_split_sequences_rejects_tokens_without_samples():
 
 
 def test_runs_split_only_packed_samples():
-    assert Train(split_samples=True, pack_sequences=True).split_samples
+    assert Train(split_samples=True).split_samples
     with pytest.raises(ValueError, match="split_samples=True needs pack_sequences=True"):
-        Train(split_samples=True)
+        Train(split_samples=True, pack_sequences=False)
 
 
 def test_comparisons_reject_split_sequences():

@@ -145,7 +145,7 @@ class Train:
     chunk_tokens: int = 1024
     """The largest number of tokens of a rank that run at once through experts with live routing, and in a prompt.
     It bounds buffers, which must have room for all of these tokens of all ranks on each rank."""
-    pack_sequences: bool = False
+    pack_sequences: bool = True
     """Whether updates and recomputes put several samples into one sequence, one after the other."""
     split_samples: bool = False
     """Whether the ranks of a node share its packed samples evenly, so that no rank waits for a long sample.

@@ -1,12 +1,14 @@
-"""The devices of a run, and the compiler options for host devices."""
+"""The devices of a run, and its compiler options."""
 
 import contextlib
 import os
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jax
 
 from experiments.rl.processes import process_count
+from relibra_jax.execution import OVERLAP_OPTIONS
 
 EXTRA_OPTIONS: Final = "xla_backend_extra_options"
 FSDP: Final = "fsdp"
@@ -71,6 +73,21 @@ def compile_quickly() -> None:
     The programs of a tiny policy then compile in a quarter less time and run as fast as before. Call this before JAX
     starts. It changes nothing on GPUs, and nothing if ``XLA_FLAGS`` sets these options already.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if EXTRA_OPTIONS not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{EXTRA_OPTIONS}=xla_cpu_disable_new_fusion_emitters".strip()
+    _add_flags({EXTRA_OPTIONS: "xla_cpu_disable_new_fusion_emitters"})
+
+
+def overlap_exchanges() -> None:
+    """Make XLA's GPU compiler overlap exchanges and computation (`relibra_jax.execution.OVERLAP_OPTIONS`).
+
+    Call this before JAX starts. It changes nothing on CPUs, and no option that ``XLA_FLAGS`` sets already.
+    """
+    _add_flags(OVERLAP_OPTIONS)
+
+
+def _add_flags(options: Mapping[str, Any]) -> None:
+    """Add options to ``XLA_FLAGS`` that it does not have."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    for name, value in options.items():
+        if not any(flag.startswith(f"--{name}=") for flag in flags):
+            flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    os.environ["XLA_FLAGS"] = " ".join(flags)

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.console import Console
 
 from experiments.rl.configs import Train
-from experiments.rl.devices import compile_quickly, host_devices
+from experiments.rl.devices import compile_quickly, host_devices, overlap_exchanges
 from experiments.rl.metrics import FAILURES
 from experiments.rl.metrics_log import MetricsLog, OpenWriter, import_writer, open_checked
 from experiments.rl.process_group import ProcessGroup, join_processes
@@ -82,6 +82,7 @@ def run_train(
             writer = import_writer(config.writer)
         console = console if is_first() else Console(quiet=True)
         compile_quickly()
+        overlap_exchanges()
         host_devices(config.num_ranks)
         _check_planner(config)
         _check_processes(config)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, Assignment
-from relibra_jax.routing.sequence_packing import LEAST_FILL, SequenceLayout
+from relibra_jax.routing.sequence_packing import SequenceLayout, sequence_length
 
 CHUNK: Final = 256
 """The number of positions of a chunk, if a rank has more than that: the block of attention. With log-normal lengths
@@ -51,12 +51,12 @@ def lay_out_streams(
     Args:
         assignment: the samples of each node in each micro-batch, in the entries of its ranks in any order.
         lengths: the number of tokens of each sample.
-        shape: the ``(1, T)`` of an earlier batch. It is kept if the samples fit and fill the sequences enough
-            (`LEAST_FILL`), so that compiled steps can be reused.
+        shape: the ``(1, T)`` of an earlier batch, which is kept while the samples fit
+            (`relibra_jax.routing.sequence_packing.sequence_length`).
         align: the number of positions of whose multiples T is one (`ExpertParallel.aligned_positions`).
 
     Returns:
-        The layout, with one sequence of T positions for each rank: the fewest that hold the tokens of every node.
+        The layout, with one sequence of T positions for each rank, which hold the tokens of every node.
 
     Raises:
         ValueError: if ``align`` does not divide `CHUNK` where sequences are longer.
@@ -68,13 +68,15 @@ def lay_out_streams(
     lengths, sample = np.asarray(lengths), np.asarray(assignment.sample)
     *nodes, local, places = sample.shape
     tokens = np.append(lengths, 0)[sample].sum((-2, -1))
-    length = _positions(-(-int(tokens.max(initial=1)) // local), align)
-    if (
-        shape is not None
-        and length <= shape[1]
-        and tokens.sum() >= LEAST_FILL * tokens.size * local * shape[1]
-    ):
-        length = shape[1]
+    share = -(-int(tokens.max(initial=1)) // local)
+    earlier = None if shape is None else shape[1]
+    length = sequence_length(share, align, earlier)
+    if length > CHUNK:
+        if CHUNK % align:
+            raise ValueError(
+                f"aligned positions {align} must divide the {CHUNK} positions of a chunk of split sequences"
+            )
+        length = sequence_length(share, CHUNK, earlier)
     of_stream = np.full((tokens.size, local * length), EMPTY, np.int32)
     positions = np.zeros_like(of_stream)
     for node, samples in enumerate(sample.reshape(-1, local * places)):
@@ -90,15 +92,3 @@ def lay_out_streams(
         return chunks.swapaxes(1, 2).reshape(*nodes, local, 1, length)
 
     return SequenceLayout(cut(of_stream), cut(positions))
-
-
-def _positions(share: int, align: int) -> int:
-    """Return the least T that holds a share of the tokens."""
-    share = max(-(-share // align), 1) * align
-    if share <= CHUNK:
-        return share
-    if CHUNK % align:
-        raise ValueError(
-            f"aligned positions {align} must divide the {CHUNK} positions of a chunk of split sequences"
-        )
-    return -(-share // CHUNK) * CHUNK

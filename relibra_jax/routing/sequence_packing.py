@@ -1,10 +1,9 @@
 """Packing of several samples into each sequence, so that the computed positions are the tokens that the plan counted.
 
 A *sequence* is a line of the training batch ``[sequences, T]``. Packed sequences hold several samples one after
-another, padded sequences hold one sample each. A rank's samples of a micro-batch are placed longest first, each into
-the emptiest sequence (LPT, as in `relibra_jax.planning.sample_packing`). All sequences of a batch have one shape. With
-more sequences per rank, sequences are shorter and attention costs less, but more positions are padding.
-`lay_out_sequences` uses the largest number of sequences whose padding stays below the limit.
+another, padded sequences hold one sample each. A rank has one packed sequence in each micro-batch, with its samples
+longest first. All sequences of a batch have one length, for which steps are compiled. So lengths are rounded up, and an
+earlier batch's is kept while it fits (`sequence_length`).
 """
 
 from typing import Final, NamedTuple
@@ -14,8 +13,11 @@ from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 
-LEAST_FILL: Final = 0.95
-"""The default for the smallest allowed share of positions that hold tokens."""
+STEPS: Final = 16
+"""The number of lengths from one power of two to the next. More would need less padding, 1/16 at most, and compile more
+often while responses grow."""
+MOST_PADDING: Final = 1 / 8
+"""The share of an earlier length up to which it may be padding on the fullest rank."""
 
 
 class SequenceLayout(NamedTuple):
@@ -43,19 +45,15 @@ def lay_out_sequences(
     assignment: Assignment,
     lengths: Int[Array, " B"],
     *,
-    least_fill: float = LEAST_FILL,
     shape: tuple[int, int] | None = None,
     align: int = 1,
 ) -> SequenceLayout:
-    """Pack the samples of every rank into sequences. Runs on the host.
+    """Pack the samples of every rank into one sequence. Runs on the host.
 
     Args:
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
-        least_fill: the smallest allowed share of positions that hold tokens. If no number of sequences reaches it, each
-            rank gets one sequence, whose padding is then due to the uneven assignment.
-        shape: the ``(r, T)`` of an earlier batch. It is kept if the samples fit and fill the sequences enough, so that
-            compiled steps can be reused.
+        shape: the ``(1, T)`` of an earlier batch, which is kept while the samples fit (`sequence_length`).
         align: the number of positions of whose multiples one is the start of each sample, and one the length of
             sequences: `relibra_jax.execution.ExpertParallel.aligned_positions`.
 
@@ -63,45 +61,51 @@ def lay_out_sequences(
         The layout. In each sequence the samples follow one another, apart from alignment, and padding comes last.
 
     Raises:
-        ValueError: if ``least_fill`` is not above 0 and at most 1, or if an assigned sample has no entry in
-            ``lengths``.
+        ValueError: if an assigned sample has no entry in ``lengths``.
 
     >>> assignment = Assignment(np.array([[[[0, 1, 2], [3, -1, -1]]]]))
     >>> layout = lay_out_sequences(assignment, np.array([2, 3, 1, 6]))
     >>> layout.sample[0, 0, :, 0].tolist(), layout.fill
     ([[1, 1, 1, 0, 0, 2], [3, 3, 3, 3, 3, 3]], 1.0)
     """
-    if not 0 < least_fill <= 1:
-        raise ValueError(f"least_fill={least_fill} must be above 0 and at most 1")
-    lengths = np.asarray(lengths)
-    rooms = -(-lengths // align) * align
-    sample = np.asarray(assignment.sample)
-    if sample.max(initial=EMPTY) >= len(lengths):
+    lengths, of_ranks = np.asarray(lengths), np.asarray(assignment.sample)
+    if of_ranks.max(initial=EMPTY) >= len(lengths):
         raise ValueError(
-            f"the assignment has sample {sample.max()}, but lengths has only {len(lengths)} entries"
+            f"the assignment has sample {of_ranks.max()}, but lengths has only {len(lengths)} entries"
         )
-    ranks = [
-        [int(index) for index in samples if index != EMPTY]
-        for samples in sample.reshape(-1, sample.shape[-1])
-    ]
-    tokens = int(sum(rooms[samples].sum() for samples in ranks))
+    rooms = -(-lengths // align) * align
+    tokens = np.append(rooms, 0)[of_ranks].sum(-1)
+    length = sequence_length(int(tokens.max(initial=1)), align, None if shape is None else shape[1])
+    sample = np.full((tokens.size, length), EMPTY, np.int32)
+    position = np.zeros_like(sample)
+    for rank, samples in enumerate(of_ranks.reshape(-1, of_ranks.shape[-1])):
+        begin = 0
+        for index in sorted(samples[samples != EMPTY], key=lambda index: -rooms[index]):
+            end = begin + int(lengths[index])
+            sample[rank, begin:end] = index
+            position[rank, begin:end] = np.arange(end - begin)
+            begin += int(rooms[index])
+    places = (*tokens.shape, 1, length)
+    return SequenceLayout(sample.reshape(places), position.reshape(places))
 
-    def pack(sequences: int) -> tuple[list[list[list[int]]], int]:
-        packed = [_pack(samples, rooms, sequences) for samples in ranks]
-        return packed, max(align, *(int(rooms[sequence].sum()) for rank in packed for sequence in rank))
 
-    def is_full(sequences: int, length: int) -> bool:
-        return tokens >= least_fill * len(ranks) * sequences * length
+def sequence_length(tokens: int, align: int, earlier: int | None = None) -> int:
+    """Return the length of packed sequences: one of `STEPS` between two powers of two, or that of an earlier batch.
 
-    if shape is not None and is_full(*shape):
-        packed, longest = pack(shape[0])
-        if longest <= shape[1]:
-            return _lay_out(packed, lengths, rooms, sample.shape[:-1], *shape)
-    for sequences in range(max(1, *map(len, ranks)), 0, -1):
-        packed, longest = pack(sequences)
-        if is_full(sequences, longest):
-            break
-    return _lay_out(packed, lengths, rooms, sample.shape[:-1], sequences, longest)
+    Args:
+        tokens: the number of tokens of the fullest rank.
+        align: the number of positions of which the length is a multiple.
+        earlier: the length of an earlier batch. It is kept if the tokens fit and leave little padding (`MOST_PADDING`),
+            because steps are compiled for it.
+
+    >>> sequence_length(100, 1), sequence_length(8100, 256), sequence_length(8100, 256, earlier=9216)
+    (100, 8192, 9216)
+    """
+    if earlier is not None and (1 - MOST_PADDING) * earlier <= tokens <= earlier:
+        return earlier
+    step = max(2 ** (tokens.bit_length() - 1) // STEPS, 1)
+    rounded = -(-tokens // step) * step
+    return max(-(-rounded // align), 1) * align
 
 
 def in_sequences(
@@ -122,29 +126,3 @@ def in_sequences(
     places = layout.sample.shape[:-1]
     numbers = np.arange(len(sample), dtype=np.int32).reshape(places)
     return RoutingReplay(ids, sample != EMPTY), batch_plan._replace(assignment=Assignment(numbers))
-
-
-def _pack(samples: list[int], rooms: np.ndarray, sequences: int) -> list[list[int]]:
-    """Distribute one rank's samples over its sequences, longest first, each to the emptiest sequence."""
-    packed: list[list[int]] = [[] for _ in range(sequences)]
-    filled = [0] * sequences
-    for index in sorted(samples, key=lambda index: -rooms[index]):
-        emptiest = filled.index(min(filled))
-        packed[emptiest].append(index)
-        filled[emptiest] += int(rooms[index])
-    return packed
-
-
-def _lay_out(packed, lengths, rooms, places: tuple[int, ...], sequences: int, length: int) -> SequenceLayout:
-    sample = np.full((len(packed), sequences, length), EMPTY, np.int32)
-    position = np.zeros_like(sample)
-    for rank, rank_sequences in enumerate(packed):
-        for sequence, samples in enumerate(rank_sequences):
-            begin = 0
-            for index in samples:
-                end = begin + int(lengths[index])
-                sample[rank, sequence, begin:end] = index
-                position[rank, sequence, begin:end] = np.arange(end - begin)
-                begin += int(rooms[index])
-    shape = (*places, sequences, length)
-    return SequenceLayout(sample.reshape(shape), position.reshape(shape))
