@@ -4,6 +4,7 @@
 device in all stages, and what it holds at its peak:
 
     states     parameters 4 bytes in float32, AdamW's two moments 8 (4 with ``moments=bfloat16``)
+    recompute  arrays of one layer in the forward pass, or logits of a chunk of tokens
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
     backward   the sum of gradients, layer inputs, arrays of one layer
     live       as backward, for an update that routes live in buffers for the worst case of a chunk
@@ -11,14 +12,14 @@ device in all stages, and what it holds at its peak:
     decoding   the cache of a wave, the part of one layer, buffers of live routing, logits of the last tokens
 
 So a run needs 16 bytes for each parameter of a rank, 12 with moments in bfloat16, or with ``state_memory=pinned_host``
-6 in bfloat16 computation, and the memory of its tokens. A
-rank has its part of the experts, and all other parameters or, with ``shard_dense``, its part of them.
+6 in bfloat16 computation, and the memory of its tokens. A rank has its part of the experts, and all other parameters
+or, with ``shard_dense``, its part of them. `host_bytes` counts what the host keeps for a rank.
 
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
 `tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
 without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
-H100, not run). Not counted are a recompute that routes live, a recompute in fewer micro-batches than the updates,
-buffers of NCCL, and the runtime itself. `experiments.generation_memory` counts the stages of generation.
+H100, not run). Not counted are buffers of NCCL, and the runtime itself. `experiments.generation_memory` counts the
+stages of generation.
 """
 
 import dataclasses
@@ -48,6 +49,7 @@ from relibra_jax.models.log_probs import CHUNK
 from relibra_jax.nnx import ExpertParam
 from relibra_jax.nnx.dense_sharding import STACKS
 from relibra_jax.routing.sizes import worst_case_capacities
+from relibra_jax.support.limits import check_memory
 
 ROW_ARRAYS: Final = 4.2
 """The arrays ``[rows, D]`` of one layer at the same time."""
@@ -72,6 +74,10 @@ TARGET_BYTES: Final = 17
 """The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
 SPARE_ROWS: Final = 1.25
 """The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
+FORWARD: Final = 0.4
+"""The arrays of one layer in a forward pass alone, as a share of those with the backward pass."""
+RECOMPUTE_ARRAYS: Final = 3
+"""The arrays ``[tokens, D]`` beside the logits of a recompute."""
 CHUNKED_ARRAYS: Final = 2
 """The further arrays ``[tokens, D]`` of a layer in chunks."""
 
@@ -189,6 +195,8 @@ class RunSizes:
     """The memory of parameters and moments. From the host's, the device has parameters in the computation's dtype."""
     batch_memory: str = "pinned_host"
     """The memory of a batch's samples, routes and tables."""
+    recompute_sequences: int | None = None
+    """The number of sequences of a rank in a micro-batch of a recompute. None takes that of updates."""
     live: bool = False
     """Whether updates route live."""
     chunk_tokens: int = 1024
@@ -216,8 +224,8 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages loss, backward, with live updates live, and with samples prompts and decoding, in
-        bytes. The states are items of every stage.
+        The items of the stages recompute, loss, backward, with live updates live, and with samples prompts and
+        decoding, in bytes. The states are items of every stage.
     """
     config, topology, parameters = sizes.config, sizes.topology, rank_parameters(sizes)
     width = jnp.dtype(config.dtype).itemsize
@@ -260,7 +268,17 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
         "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
     }
+    larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
+    forward_layer = FORWARD * (layer + ROW_ARRAYS * width * rows * config.width) * larger
+    forward_loss = RECOMPUTE_ARRAYS * width * tokens * config.width * larger + logits
+    forward_loss += width * config.width * config.vocabulary if tokens else 0
     stages: dict[str, dict[str, float]] = {
+        "recompute": {
+            **states,
+            "residents": width * kept,
+            "tables, routes and targets": larger * update["tables, routes and targets"],
+            "arrays of a layer or of the loss": max(forward_layer, forward_loss),
+        },
         "loss": {
             **update,
             "logits of a chunk": logits,
@@ -339,8 +357,26 @@ def rank_gigabytes(sizes: RunSizes) -> float:
     return max(sum(items.values()) for items in memory_by_stage(sizes).values()) / 1e9
 
 
+def host_bytes(sizes: RunSizes) -> int:
+    """Return the bytes of a rank in host memory: the states twice, because an update writes new ones beside the old.
+
+    Args:
+        sizes: the sizes of the run.
+    """
+    states = 2 * (4 + 2 * jnp.dtype(sizes.moments).itemsize) * rank_parameters(sizes).all
+    on_device = dataclasses.replace(
+        sizes, batch_memory="device", config=dataclasses.replace(sizes.config, activation_memory="device")
+    )
+    items = memory_by_stage(on_device)["backward"]
+    return (
+        states * (sizes.state_memory == HOST)
+        + items["tables, routes and targets"] * (sizes.batch_memory == HOST)
+        + items["layer inputs"] * (sizes.config.activation_memory == HOST)
+    )
+
+
 def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
-    """Raise an error if a run needs more memory than a rank's device has.
+    """Raise an error if a run needs more memory than a rank's device has, or the host of this process.
 
     Args:
         name: the name of the run's model, for the error message.
@@ -350,6 +386,8 @@ def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
     Raises:
         ValueError: if it does. The message has the largest items, and the settings that would reduce it most.
     """
+    ranks = len(mesh.local_devices)
+    check_memory(f"{name}: what {ranks} ranks keep in host memory", ranks * host_bytes(sizes))
     available, required = memory_of_a_device(mesh) / 1e9, rank_gigabytes(sizes)
     if required <= available:
         return

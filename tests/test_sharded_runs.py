@@ -5,18 +5,23 @@ With training state in host memory they learn the same, bit for bit."""
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from support.runs import SIZES, SMALL
 
 from experiments.rl.configs import Train
+from experiments.rl.stages import prepare_live
+from experiments.rl.step import TrainingBatch, recompute, update
 from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
-from relibra_jax.execution.memory import HOST
+from relibra_jax.execution.memory import HOST, to_host
 from relibra_jax.models import pretrained_tensors
 from relibra_jax.nnx import ExpertParam
+from relibra_jax.nnx.host_state import on_device
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 ONE_GROUP = {"ranks": Ranks(nodes=1, ranks_per_node=2)}
@@ -116,6 +121,44 @@ def test_run_with_its_state_on_the_host_learns_the_same_bits(tmp_path):
             assert leaf.sharding.memory_kind == HOST
         for name, value in pretrained_tensors(trainer.state.agent.policy):
             np.testing.assert_array_equal(value, desired[name], err_msg=name)
+
+
+MOVES = {"device_put", "dynamic_slice", "dynamic_update_slice", "squeeze", "reshape", "broadcast_in_dim"}
+"""What programs may do with arrays in host memory. XLA for GPUs runs anything else on the host's cores."""
+
+
+def computed_on_host(jaxpr):
+    """Yield the primitives that a program and its inner programs apply to arrays in host memory."""
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        for each in inner:
+            yield from computed_on_host(each)
+        spaces = [getattr(each.aval, "memory_space", None) for each in equation.invars]
+        if not inner and jax.memory.Space.Host in spaces and equation.primitive.name not in MOVES:
+            yield equation.primitive.name
+
+
+def test_programs_compute_nothing_in_host_memory():
+    trainer = new_trainer(True, state_memory=HOST, activation_memory=HOST)
+    state, config = trainer.state, trainer.config
+    tokens = np.ones((config.samples, 21), np.int32)
+    samples = TrainingBatch(tokens, tokens > 0, weights=np.ones(tokens.shape, np.float32))
+    batch, samples = prepare_live(state, config, samples)
+    load = jnp.ones((config.model_config.moe_layers, config.model_config.num_experts), jnp.int32)
+    graph, values = nnx.split((state.agent, state.optimizer))
+
+    def run(values, samples):
+        agent, optimizer = nnx.merge(graph, values)
+        recomputed = recompute(on_device(agent, trainer.mesh), batch, samples, temperature=1.0)
+        return recomputed, update(agent, optimizer, batch, samples, load), nnx.state((agent, optimizer))
+
+    jaxpr = jax.make_jaxpr(run)(values, samples).jaxpr
+    assert set(computed_on_host(jaxpr)) == set()
+    assert set(
+        computed_on_host(jax.make_jaxpr(jax.jit(lambda array: array + array))(to_host(tokens)).jaxpr)
+    ) == {"add"}
+    on_host = [each for each in jaxpr.invars if each.aval.memory_space == jax.memory.Space.Host]
+    assert len(on_host) > 3 * len(jax.tree.leaves(nnx.state(state.agent, nnx.Param))) - 9
 
 
 def test_samples_that_do_not_divide_over_all_copies_are_refused():

@@ -158,6 +158,7 @@ def run_sizes(config: Train) -> RunSizes:
         split=config.split_samples,
         sequences=samples // (config.updates * config.micro_batches),
         length=tokens,
+        recompute_sequences=samples // config.live_micro_batches,
         live=config.updates_live,
         chunk_tokens=config.chunk_tokens,
         state_memory=config.state_memory,
