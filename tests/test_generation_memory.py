@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from experiments.aot.whole import GENERATION_PROGRAMS, Whole, sizes_of
 from experiments.aot.whole_generation import prompt_shapes, run_prompts, state_shapes
+from experiments.aot.whole_settings import GENERATION_PROGRAMS, Whole, sizes_of
 from experiments.model_memory import RunSizes, memory_by_stage
 from experiments.rl.generation import decode, prefill
 from experiments.rl.policy import TINY

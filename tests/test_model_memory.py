@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.aot.whole import Whole, sizes_of
+from experiments.aot.whole_settings import Whole, sizes_of
 from experiments.model_memory import (
     PUBLISHED,
     RunSizes,

@@ -7,8 +7,9 @@ out:
     tokens     one of five exchanges of an update: the backward pass computes layers again, and dispatches once more. So
                the program sends 5/4 of what is priced, and 2/2 in a recompute
     gates      the float32 gates that travel with the tokens, K for a row that crosses and 1 for a row inside a node
-    dense      it prices one sum of float32 gradients an update, 8 bytes a parameter. The program sends gradients in
-               every micro-batch, and sharded parameters are gathered in both passes, in the dtype of the computation
+    dense      it prices one sum of float32 gradients an update, 8 bytes a parameter. The program sends dense gradients
+               in every micro-batch, those of experts over data-parallel groups once an update, and sharded parameters
+               are gathered in both passes, in the dtype of the computation
     fsdp       experts that are sharded over copies, gathered and scattered in the same way. Of a resident, each copy
                sends its part; the cost model prices whole experts, so what it prices is divided among the copies here
 """

@@ -8,14 +8,42 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.aot.stack import with_shardings
+from experiments.aot.whole_settings import COMPILER_OPTIONS, Cluster, Lowered, Whole
 from experiments.rl.generation import DecodingState, PaddedPrompts, decode, prefill
 from relibra_jax.execution import ExpertParallel
 from relibra_jax.models import LanguageModel
 
 ENDS: Final = 2
 """The number of tokens that end a response."""
+
+
+def generation_program(setting: Whole, cluster: Cluster) -> Lowered:
+    """Return the prompt pass of a wave, or its decoding steps."""
+    parallel = cluster.parallel.live
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: cluster.make(nnx.Rngs(0))))
+    weights = with_shardings(shapes, parallel.mesh)
+    prompts = prompt_shapes(parallel, samples=setting.samples, prompt_tokens=setting.prompt_tokens)
+
+    def prefill_of(weights: Any, prompts: PaddedPrompts) -> Any:
+        return run_prompts(
+            *(nnx.merge(graph, weights), prompts, parallel),
+            responses=setting.responses,
+            new_tokens=setting.response_tokens,
+        )
+
+    def decode_of(weights: Any, state: DecodingState, lengths: jax.Array, until: jax.Array) -> Any:
+        return decode_wave(nnx.merge(graph, weights), state, lengths, until, parallel)
+
+    if setting.program == "prefill":
+        return Lowered(jax.jit(prefill_of, compiler_options=COMPILER_OPTIONS), (weights, prompts))
+    state = state_shapes(jax.eval_shape(prefill_of, weights, prompts)[1], parallel)
+    until = jax.ShapeDtypeStruct((), jnp.int32, sharding=prompts.lengths.sharding)
+    program = jax.jit(decode_of, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
+    return Lowered(program, (weights, state, prompts.lengths, until))
 
 
 def prompt_shapes(parallel: ExpertParallel, *, samples: int, prompt_tokens: int) -> PaddedPrompts:

@@ -35,9 +35,14 @@ def put_on_host(module: nnx.Module | nnx.Optimizer) -> None:
         module: the model or its optimizer, on the mesh.
     """
     for _, variable in nnx.iter_graph(module):
-        if isinstance(variable, nnx.Param | nnx.optimizer.OptState) and variable.get_raw_value().ndim:
+        if is_training_state(variable):
             leaf = variable.get_raw_value()
             variable.set_value(jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)))
+
+
+def is_training_state(variable: Any) -> bool:
+    """Return whether `put_on_host` moves a part of a module: a parameter or moment with axes."""
+    return isinstance(variable, nnx.Param | nnx.optimizer.OptState) and variable.get_raw_value().ndim > 0
 
 
 def on_device[T: nnx.Module](model: T, mesh: Mesh) -> T:
