@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
+from relibra_jax.execution.mesh import varying_axes
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
@@ -201,7 +202,8 @@ class LanguageModel(nnx.Module):
             out_specs=parallel.token_spec,
         )
         def look_up(embedding, tokens):
-            return gather_on_rank(embedding, spec, self.config.dtype)[tokens]
+            axes = varying_axes(tokens)
+            return gather_on_rank(embedding, spec, self.config.dtype, token_axes=axes)[tokens]
 
         return look_up(self.embedding[...], tokens)
 

@@ -72,7 +72,8 @@ def token_log_probs(
         out_specs=parallel.token_spec,
     )
     def on_rank(hidden, next_tokens, head):
-        head = gather_on_rank(head, spec, hidden.dtype if any(spec) else head.dtype)
+        dtype = hidden.dtype if any(spec) else head.dtype
+        head = gather_on_rank(head, spec, dtype, token_axes=varying_axes(hidden))
         # The gradient is summed in float32 over chunks, and over ranks only where this is transposed.
         head = vary_over((head.T if tied else head).astype(jnp.float32), varying_axes(hidden))
         rows = hidden.reshape(-1, hidden.shape[-1])

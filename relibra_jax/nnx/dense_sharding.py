@@ -12,7 +12,7 @@ Norms and biases stay on every rank: they are small, and each would cost an exch
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
-from relibra_jax.execution.mesh import RANKS
+from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.nnx.variables import ExpertParam
 
 STACKS: Final = ("layers", "dense")
@@ -141,17 +141,23 @@ def dense_spec_of(variable: Any, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec() if sharding is None else sharding.spec
 
 
-def gather_on_rank(value: jax.Array, spec: PartitionSpec, dtype: DTypeLike) -> jax.Array:
+def gather_on_rank(
+    value: jax.Array, spec: PartitionSpec, dtype: DTypeLike, *, token_axes: Sequence[str]
+) -> jax.Array:
     """Gather a dense parameter inside `jax.shard_map`, in the dtype of the computation.
 
-    Its gradient is summed over the ranks and scattered in the same dtype, as those of layers are.
+    Its gradient is summed over the ranks and scattered in the same dtype, as those of layers are. Only then is each
+    part summed over the copies of the group.
 
     Args:
-        value: this rank's part.
+        value: this rank's part, or the whole of a parameter that is not sharded.
         spec: the spec with which it entered, from `dense_spec_of`.
         dtype: the dtype of the computation.
+        token_axes: the mesh axes over which tokens are sharded.
     """
     value = value.astype(dtype)
+    if any(spec):
+        value = vary_over(value, token_axes)
     for axis, names in enumerate(spec):
         if names is not None:
             value = jax.lax.all_gather(value, names, axis=axis, tiled=True)
