@@ -176,7 +176,7 @@ def test_balancer_training_equals_static_placement():
         np.testing.assert_allclose(actual, desired, atol=5e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.long), {"data": 2, "fsdp": 2}])
 def test_balancer_trains_the_same_over_data_and_fsdp_axes(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
@@ -263,6 +263,7 @@ def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow,
     assert named.balancer.parallel.striped == (not striped)
 
 
+@pytest.mark.long
 def test_a_state_from_gpus_keeps_what_a_cpu_can_run():
     """The exchange is chosen again, all else is kept."""
     run = run_with_waits(1e6)
@@ -308,6 +309,7 @@ def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gai
     assert run.balancer.parallel.topology == TOPOLOGY, "before its first batch nothing was chosen"
 
 
+@pytest.mark.long
 def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transfer(capsys):
     """The layers then fetch replicas from all ranks, and a balancer that continues from the state does so too."""
     run = run_with_waits(0.0, fetch="emulated", slow_bandwidth=20.0, matmul_efficiency=0.02)
@@ -362,7 +364,7 @@ def counts_of(number):
     return Batch(np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plan_ahead_starts_the_search_of_the_next_batch():
     options = IN_ORDER | {"assign": ASSIGN, "cost": "balance"}
     ahead, afresh = Run(REORDERING, options=options), Run(REORDERING, options=options)
@@ -404,6 +406,7 @@ def test_plan_ahead_starts_the_search_of_the_next_batch():
     np.testing.assert_array_equal(second.batch_plan.plan.home, other.batch_plan.plan.home)
 
 
+@pytest.mark.slow
 def test_plan_ahead_is_dropped_after_prepare_or_discard(monkeypatch):
     options = IN_ORDER | {"cost": "balance"}
     run, plain = Run(REORDERING, options=options), Run(REORDERING, options=options)

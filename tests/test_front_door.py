@@ -124,7 +124,7 @@ LONG, SLOW = pytest.mark.long, pytest.mark.slow
 @pytest.mark.parametrize(
     ("residents", "stages"),
     [
-        (0, 1),
+        pytest.param(0, 1, marks=LONG),
         pytest.param(1, 2, marks=SLOW),
         pytest.param(0, 2, marks=LONG),
         pytest.param(1, 1, marks=LONG),
@@ -144,6 +144,7 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
 
 
+@pytest.mark.long
 @SLOW
 @pytest.mark.parametrize("residents", [pytest.param(0, marks=LONG), 1])
 @pytest.mark.parametrize(("nodes", "local"), [pytest.param(2, 8, marks=LONG), (4, 8)])

@@ -43,7 +43,7 @@ def steps(tmp_path_factory):
     return steps
 
 
-LONG = ("patterns, large tiles", "repeats")
+LONG = ("patterns, large tiles", "patterns, small tiles", "repeats")
 """Steps whose rehearsal covers nothing that others do not, and takes 15 seconds each."""
 CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in hopper_checks()]]
 
@@ -100,7 +100,7 @@ def test_why_rehearses_branches_pieces_and_the_profile(steps, capsys):
     assert facts["total"] == 0, "a CPU has no kernels of a GPU"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_why_rehearses_host_copies_and_planning(steps, capsys):
     (facts,) = rehearse(steps["host copies"], capsys)
     assert facts["bytes"] == 2 * 3 * 64 * 64 * 2
@@ -110,7 +110,7 @@ def test_why_rehearses_host_copies_and_planning(steps, capsys):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smoke_trains_the_flax_loop(tmp_path):
     (loop,) = (step for step in smoke_steps(2, rehearsal=True) if step.name == "Flax loop")
     record = Record(tmp_path / "day.jsonl", rehearsal=True)

@@ -81,7 +81,7 @@ def test_moe_layer_is_nan_with_too_small_buffers(path, buffer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("across_nodes", [False, True])
+@pytest.mark.parametrize("across_nodes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_node_visits_are_the_tokens_that_cross(across_nodes):
     """Buffers for exactly the most tokens that a rank sends, by `node_visits`, suffice; one row less does not."""
     options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}

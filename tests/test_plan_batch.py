@@ -75,7 +75,7 @@ def packed_samples(lengths):
     return start_assignment(lengths, TOPOLOGY, num_micro_batches=MICRO_BATCHES, price=BALANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plan_batch_keeps_samples_without_assign(replay, planner, update, in_order):
     stage = in_order_stage()
     only_moves = Planner(planner.init, update)
@@ -268,7 +268,9 @@ def test_plan_batch_assigns_to_given_homes_first(replay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [0, 1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(3, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_plan_batch_is_the_same_under_jit(replay, rounds, x64):
     """Under jit the rounds are one loop with the same result; 64-bit types change nothing."""

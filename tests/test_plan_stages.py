@@ -89,7 +89,7 @@ def test_stages_have_all_samples_packed_alone(replay, packed):
         chex.assert_trees_all_equal(batch_plan.assignment, start)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_are_assigned_under_jit(replay):
     stages, _ = jax.jit(functools.partial(plan, assign=ASSIGN, key=KEY, rounds=2))(replay, first_state())
     check_stages(replay, stages)
@@ -100,7 +100,9 @@ SPLIT = (Stage(2), Stage(2, range(12)), Stage(4, range(12, 32)))
 SPLIT_COSTS = (COSTS[0], COSTS[1], COSTS[1])
 
 
-@pytest.mark.parametrize("assign", [None, ASSIGN], ids=["packed", "assigned"])
+@pytest.mark.parametrize(
+    "assign", [pytest.param(None, marks=pytest.mark.long, id="packed"), pytest.param(ASSIGN, id="assigned")]
+)
 @pytest.mark.parametrize(
     "compiled",
     [
@@ -241,7 +243,7 @@ def test_stages_of_one_entry_are_a_batch(replay):
     chex.assert_trees_all_equal(after.home, expected.home)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_are_the_same_under_jit(replay, packed):
     """Lengths are data under jit, so the starts are given."""
     stages = [

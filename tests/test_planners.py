@@ -316,7 +316,7 @@ Planner(static().init, lambda request, state: (request, state))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_planner_types_are_checked_by_mypy(tmp_path):
     """A misspelt fact and functions of other signatures are type errors, and nothing else is."""
     (tmp_path / "planner_of_a_user.py").write_text(PROGRAM)

@@ -75,7 +75,7 @@ def assert_same_bits(tensors, expected):
 
 def marks_of(name):
     """Return the marks of a checkpoint whose logits are computed: every one takes some seconds to compile."""
-    return {"qwen3_moe": (), "glm4_moe": pytest.mark.slow, "mixtral": pytest.mark.slow}.get(
+    return {"qwen3_moe": (), "glm4_moe": pytest.mark.slow, "mixtral": pytest.mark.long}.get(
         name, pytest.mark.long
     )
 

@@ -170,7 +170,7 @@ def counts_of_workers(workers, every=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "jit"),
-    [(static(), False), (eplb(), True), (LEAN, True)],
+    [(static(), False), (eplb(), True), pytest.param(LEAN, True, marks=pytest.mark.long)],
     ids=["static", "eplb in jit", "relibra in jit"],
 )
 def test_plan_batch_plans_counts_as_the_whole_routes(batch, planner, jit):
@@ -208,7 +208,7 @@ COST = Price(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "loses"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("nodes", "loses"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)])
 def test_plan_batch_uses_routes_of_a_few_tokens_where_there_are_nodes(batch, nodes, loses):
     workers, _ = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
