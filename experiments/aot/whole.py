@@ -46,7 +46,7 @@ PROGRAMS: Final = (
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
     dataclasses.replace(_LARGE, fsdp=1, data=5, state_memory=HOST, activation_memory=HOST),
-    dataclasses.replace(_SMALL, program="recompute"),
+    dataclasses.replace(_SMALL, nodes=2, tokens=32768, program="recompute"),
     dataclasses.replace(_SMALL, live=True),
     *(dataclasses.replace(_SMALL, program=program) for program in GENERATION_PROGRAMS),
     *(dataclasses.replace(_LARGE, program=program, samples=16) for program in GENERATION_PROGRAMS),
