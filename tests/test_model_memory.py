@@ -160,16 +160,26 @@ def compile_update(sizes, samples):
 @pytest.mark.parametrize(
     ("item", "changes", "model"),
     [
-        ("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
-        ("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}),
-        ("sum of gradients", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
-        (
-            "arrays of a layer",
-            {"length": 3000, "live": True, "chunk_tokens": 2048},
-            {"layers": 3, "width": 96},
+        pytest.param(
+            *("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
+            id="wide vocabulary",
+        ),
+        pytest.param("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}, id="many tokens"),
+        pytest.param(
+            *("sum of gradients", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
+            marks=pytest.mark.long,
+            id="wide experts",
+        ),
+        pytest.param(
+            *(
+                "arrays of a layer",
+                {"length": 3000, "live": True, "chunk_tokens": 2048},
+                {"layers": 3, "width": 96},
+            ),
+            marks=pytest.mark.long,
+            id="live in chunks",
         ),
     ],
-    ids=["wide vocabulary", "many tokens", "wide experts", "live in chunks"],
 )
 def test_memory_of_an_update_is_what_xla_allocates(item, changes, model):
     """One item is the largest besides the states in each case. The page says what is compared."""

@@ -56,7 +56,6 @@ def is_learned(name):
     return not name.startswith(("speed/", "time/"))
 
 
-@pytest.mark.slow
 def test_run_over_copies_with_sharded_dense_parameters_learns_the_same():
     (one, of_one), (several, of_several) = trained(False), trained(True)
     for before, after in zip(of_one[:2], of_several[:2], strict=True):
