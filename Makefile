@@ -58,7 +58,7 @@ aot: .venv-aot/installed  ## compile for GPUs without one, and check what the co
 aot-full: .venv-aot/installed  ## compile updates and generation of whole published models, and check that they fit; half an hour
 	JAX_PLATFORMS=cpu $(AOT) -m experiments.aot.whole
 
-aot-quick: .venv-aot/installed  ## the same for what runs by default, at one size
+aot-quick: .venv-aot/installed  ## the same for what runs by default, for one model and GPU
 	$(AOT) -m experiments.aot --quick
 
 check: lint types all-tests docs  ## what CI runs with the locked versions: all but the long tests

@@ -16,10 +16,9 @@ So a run needs 16 bytes for each parameter of a rank, 12 with moments in bfloat1
 or, with ``shard_dense``, its part of them. `host_bytes` counts what the host keeps for a rank.
 
 The states follow from shapes and shardings. The arrays of a layer are counted as XLA for CPUs allocates them:
-`tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, and cuDNN attends
-without scores, so less is needed: with a wide vocabulary two arrays of logits and not three (compiled for a described
-H100, not run). Not counted are buffers of NCCL, and the runtime itself. `experiments.generation_memory` counts the
-stages of generation.
+`tests/test_model_memory.py` compares whole updates with XLA's own count. For GPUs XLA fuses more, so less is needed:
+with a wide vocabulary two arrays of logits and not three (compiled for a described H100, not run). Not counted are
+buffers of NCCL, and the runtime itself. `experiments.generation_memory` counts the stages of generation.
 """
 
 import dataclasses
@@ -181,6 +180,8 @@ class RunSizes:
     """Whether all other parameters are sharded over the ranks of the group and ``fsdp``."""
     moments: str = "float32"
     """The dtype of AdamW's moments."""
+    updates: int = 1
+    """The number of updates that share a batch."""
     micro_batches: int = 1
     """The number of micro-batches of an update."""
     sequences: int = 1
@@ -268,15 +269,20 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         "weights of a layer": LAYER_BYTES * parameters.layer if tokens else 0,
         "replicas": REPLICA_BUFFERS * width * topology.replica_slots * expert,
     }
+    number = max(1, -(-tokens // sizes.chunk_tokens))
+    live = dataclasses.replace(topology, replica_slots=0, resident_slots=0)
+    live_rows = worst_case_capacities(-(-tokens // number), config.top_k, live).rows if sizes.live else 0
     larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
-    forward_layer = FORWARD * (layer + ROW_ARRAYS * width * rows * config.width) * larger
+    forward_rows = max(larger * rows, live_rows)
+    forward_layer = FORWARD * (larger * layer + ROW_ARRAYS * width * forward_rows * config.width)
     forward_loss = RECOMPUTE_ARRAYS * width * tokens * config.width * larger + logits
     forward_loss += width * config.width * config.vocabulary if tokens else 0
     stages: dict[str, dict[str, float]] = {
         "recompute": {
             **states,
             "residents": width * kept,
-            "tables, routes and targets": larger * update["tables, routes and targets"],
+            "tables, routes and targets": update["tables, routes and targets"]
+            * (larger if at_once == 1 else 1),
             "arrays of a layer or of the loss": max(forward_layer, forward_loss),
         },
         "loss": {
@@ -288,9 +294,6 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         "backward": backward,
     }
     if sizes.live:
-        number = max(1, -(-tokens // sizes.chunk_tokens))
-        live = dataclasses.replace(topology, replica_slots=0, resident_slots=0)
-        live_rows = worst_case_capacities(-(-tokens // number), config.top_k, live).rows
         chunked = CHUNKED_ARRAYS * width * tokens * config.width if number > 1 else 0
         stages["live"] = {
             **backward,
@@ -370,7 +373,7 @@ def host_bytes(sizes: RunSizes) -> int:
     items = memory_by_stage(on_device)["backward"]
     return (
         states * (sizes.state_memory == HOST)
-        + items["tables, routes and targets"] * (sizes.batch_memory == HOST)
+        + sizes.updates * items["tables, routes and targets"] * (sizes.batch_memory == HOST)
         + items["layer inputs"] * (sizes.config.activation_memory == HOST)
     )
 
@@ -384,7 +387,8 @@ def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
         mesh: the device mesh.
 
     Raises:
-        ValueError: if it does. The message has the largest items, and the settings that would reduce it most.
+        ValueError: if it does. For a device the message has the largest items, and the settings that would reduce it
+            most.
     """
     ranks = len(mesh.local_devices)
     check_memory(f"{name}: what {ranks} ranks keep in host memory", ranks * host_bytes(sizes))

@@ -61,8 +61,13 @@ def shared():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Clear the compiled programs after each module: each keeps memory maps, of which Linux allows 65,530 a process."""
+    """Clear the compiled programs after each module: each keeps memory maps, of which Linux allows 65,530 a process.
+
+    XLA's flags are those of before again.
+    """
+    flags = os.environ["XLA_FLAGS"]
     yield
+    os.environ["XLA_FLAGS"] = flags  # a run adds its own, which are part of the names of kept programs
     jax.clear_caches()
     gc.collect()
     gc.freeze()  # What a module leaves alive stays, so later collections need not look at it.

@@ -176,7 +176,7 @@ def test_balancer_training_equals_static_placement():
         np.testing.assert_allclose(actual, desired, atol=5e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.long), {"data": 2, "fsdp": 2}])
 def test_balancer_trains_the_same_over_data_and_fsdp_axes(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)

@@ -43,7 +43,7 @@ def steps(tmp_path_factory):
     return steps
 
 
-LONG = ("patterns, large tiles", "patterns, small tiles", "repeats")
+LONG = ("patterns, large tiles", "repeats")
 """Steps whose rehearsal covers nothing that others do not, and takes 15 seconds each."""
 CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in hopper_checks()]]
 

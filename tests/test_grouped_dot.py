@@ -52,11 +52,6 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
 """All implementations, with those marked slow for which the GPU interpreter takes seconds per kernel."""
 each_implementation = pytest.mark.parametrize("implementation", slowly)
-each_compiled = pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=[pytest.mark.long] * (name == "mosaic")) for name in IMPLEMENTATIONS],
-)
-"""The same, without the slow ones where they repeat what others show."""
 
 
 def inputs(setting, *, transposed=False, slots=SLOTS):
@@ -194,7 +189,7 @@ def test_grouped_dot_is_accurate_where_one_group_has_all_rows(implementation, sl
 
 
 @pytest.mark.slow
-@each_compiled
+@each_implementation
 def test_grouped_dot_is_unaffected_by_padding_and_unused_weights(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
@@ -213,7 +208,7 @@ def test_grouped_dot_is_unaffected_by_padding_and_unused_weights(implementation)
 
 
 @pytest.mark.slow
-@each_compiled
+@each_implementation
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
 def test_grouped_dot_clips_invalid_sizes(implementation, sizes):
     """Rows beyond the end are ignored, and negative sizes count as 0."""

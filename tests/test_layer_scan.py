@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.plans import random_planner, random_routing
 
-from relibra_jax import Topology, relibra
+from relibra_jax import Topology
 from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import HOST, MEMORY_KINDS
 from relibra_jax.models import ModelConfig, make_model
@@ -18,6 +19,8 @@ from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, expe
 from relibra_jax.nnx.variables import WithTotal
 
 LAYERS, WIDTH = 3, 4
+ONE_NODE = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+TWO_NODES = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
 SUM_OF_EXPERTS = re.compile(r"= f32\[[\d,]*2,3,8,8\]\S* all-reduce\(")
 """A sum over groups of the gradients of a rank's two experts."""
 
@@ -87,10 +90,12 @@ def test_gradients_are_added_to_totals_in_float32():
 
 
 @functools.cache
-def gradients(in_place, runs, groups=1):
-    """Return the gradients of a small model whose objective runs it so many times, and the compiled program."""
-    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
-    mesh = expert_mesh(topology, devices=jax.devices()[: 2 * groups], data=groups)
+def gradients(in_place, runs, groups=1, topology=ONE_NODE):
+    """Return the gradients of a small model whose objective runs it so many times, and the compiled program.
+
+    With residents, the model replays a routing under a random plan, and otherwise it routes live.
+    """
+    mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks * groups], data=groups)
     config = ModelConfig(
         vocabulary=16,
         width=8,
@@ -98,7 +103,7 @@ def gradients(in_place, runs, groups=1):
         heads=2,
         kv_heads=1,
         head_width=4,
-        num_experts=4,
+        num_experts=topology.num_experts,
         gating=Gating(top_k=2, scores="softmax"),
         expert_width=8,
         dense_layers=1,
@@ -106,28 +111,46 @@ def gradients(in_place, runs, groups=1):
     )
     model = make_model(config, topology, mesh=mesh, key=jax.random.key(0))
     parallel = ExpertParallel(mesh=mesh, topology=topology)
-    balancer = Balancer(relibra(), parallel, num_layers=2, num_micro_batches=2, key=jax.random.key(0))
-    batch = balancer.prepare(model, None, None, mask=np.ones((8, 5), bool))
-    tokens = batch.to_ranks(np.random.default_rng(0).integers(0, 16, (8, 5)).astype(np.int32))
+    balancer = Balancer(
+        random_planner(),
+        parallel,
+        num_layers=2,
+        num_micro_batches=2,
+        assign=None,
+        cost="balance",
+        key=jax.random.key(0),
+    )
+    samples, rng = 4 * topology.num_ranks, np.random.default_rng(0)
+    replay, ids, mask = None, None, np.ones((samples, 5), bool)
+    if topology.resident_slots:
+        replay = random_routing(
+            rng, samples=samples, tokens=5, layers=2, experts=topology.num_experts, top_k=2
+        )
+        ids, mask = replay
+    batch = balancer.prepare(model, None, replay, mask=None if replay else mask)
+    on_ranks = batch.to_ranks((rng.integers(0, 16, mask.shape).astype(np.int32), mask, ids))
 
-    def objective(model, tokens, layers):
-        mask = jnp.ones(tokens.shape, bool)
-        hidden = [model(tokens, mask, parallel=batch.parallel).hidden for _ in range(runs)]
-        return sum((each**3).sum() for each in hidden), None
+    def objective(model, on_ranks, layers):
+        hidden = [model(*on_ranks, layers, parallel=batch.parallel).hidden for _ in range(runs)]
+        return sum((each**3 * on_ranks[1][..., None]).sum() for each in hidden), None
 
     graph, state = nnx.split(model)
 
     @jax.jit
-    def run(state, batch, tokens):
-        return accumulate_gradients(nnx.merge(graph, state), objective, batch, tokens, in_place=in_place)[0]
+    def run(state, batch, on_ranks):
+        return accumulate_gradients(nnx.merge(graph, state), objective, batch, on_ranks, in_place=in_place)[0]
 
-    compiled = run.lower(state, batch, tokens).compile()
-    return compiled(state, batch, tokens), compiled.as_text()
+    compiled = run.lower(state, batch, on_ranks).compile()
+    return compiled(state, batch, on_ranks), compiled.as_text()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_in_place_are_those_beside_totals(groups):
-    desired, actual = gradients(False, 1, groups)[0], gradients(True, 1, groups)[0]
+@pytest.mark.parametrize(
+    ("groups", "topology"),
+    [(1, ONE_NODE), (2, ONE_NODE), pytest.param(2, TWO_NODES, marks=pytest.mark.slow)],
+    ids=["one group", "two groups", "two groups with residents"],
+)
+def test_gradients_in_place_are_those_beside_totals(groups, topology):
+    (desired, _), (actual, _) = (gradients(in_place, 1, groups, topology) for in_place in (False, True))
     assert jax.tree.structure(actual) == jax.tree.structure(desired)
     for (path, value), other in zip(jax.tree.leaves_with_path(desired), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(
@@ -146,6 +169,7 @@ def test_gradients_of_experts_are_summed_over_groups_after_the_micro_batches():
         in_place: [line for line in gradients(in_place, 1, 2)[1].splitlines() if SUM_OF_EXPERTS.search(line)]
         for in_place in (False, True)
     }
+    assert sums[False]
     assert all("/while/" in line for line in sums[False])
     assert len(sums[True]) == 1
     assert "/while/" not in sums[True][0]

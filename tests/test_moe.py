@@ -290,7 +290,7 @@ def test_fitted_exchange_needs_one_thread_on_cpus_of_several_processes(monkeypat
     assert why_not_fitted(devices) is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_moe_layer_runs_the_ragged_fetch_across_nodes():
     for name in ("laer", "random, across nodes"):
         check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))

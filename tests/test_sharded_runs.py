@@ -21,7 +21,7 @@ from relibra_jax.evaluation import Ranks
 from relibra_jax.execution.memory import HOST, to_host
 from relibra_jax.models import pretrained_tensors
 from relibra_jax.nnx import ExpertParam
-from relibra_jax.nnx.host_state import on_device
+from relibra_jax.nnx.host_state import is_training_state, on_device
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 ONE_GROUP = {"ranks": Ranks(nodes=1, ranks_per_node=2)}
@@ -156,8 +156,9 @@ def test_programs_compute_nothing_in_host_memory():
     assert set(
         computed_on_host(jax.make_jaxpr(jax.jit(lambda array: array + array))(to_host(tokens)).jaxpr)
     ) == {"add"}
+    leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     on_host = [each for each in jaxpr.invars if each.aval.memory_space == jax.memory.Space.Host]
-    assert len(on_host) > 3 * len(jax.tree.leaves(nnx.state(state.agent, nnx.Param))) - 9
+    assert len(on_host) == sum(map(is_training_state, leaves)) + len(jax.tree.leaves(samples))
 
 
 def test_samples_that_do_not_divide_over_all_copies_are_refused():

@@ -1,7 +1,7 @@
 """Compile training steps for 2 nodes x 4 H100, and check that the programs have the properties that the design needs.
 
     make aot            # everything
-    make aot-quick      # without what runs by name only or repeats a check: unrolled stacks, further models and GPUs
+    make aot-quick      # without what must be chosen by name, and further models and GPUs
 
 It compiles these programs:
 
@@ -48,8 +48,8 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
     """Return the steps, those that take longest first.
 
     Args:
-        quick: whether to leave out what runs by name only, the unrolled stack and the one in pieces, and to compile
-            kernels for one model and one GPU.
+        quick: whether to leave out what must be chosen by name, the unrolled stack and the one in pieces, and to
+            compile kernels for one model and one GPU.
     """
 
     def step(name: str, function: str, *arguments: str | bool) -> Step:

@@ -7,6 +7,7 @@ import os
 import time
 
 from experiments.ladder.facts import print_facts
+from experiments.rl.devices import overlap_exchanges
 
 
 def train(batches: int, *, rehearsal: bool = False) -> None:
@@ -17,6 +18,7 @@ def train(batches: int, *, rehearsal: bool = False) -> None:
         rehearsal: whether this is a rehearsal, which trains one batch.
     """
     os.environ["XLA_FLAGS"] = ""  # the example's own flags are for CPUs
+    overlap_exchanges()
     import jax
 
     from experiments.examples import flax_loop

@@ -88,6 +88,6 @@ def _add_flags(options: Mapping[str, Any]) -> None:
     """Add options to ``XLA_FLAGS`` that it does not have."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     for name, value in options.items():
-        if not any(flag.startswith(f"--{name}=") for flag in flags):
+        if not any(flag.partition("=")[0] == f"--{name}" for flag in flags):
             flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
     os.environ["XLA_FLAGS"] = " ".join(flags)

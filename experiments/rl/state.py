@@ -154,6 +154,7 @@ def run_sizes(config: Train) -> RunSizes:
         fsdp=config.fsdp,
         shard_dense=config.shard_dense,
         moments=config.moments,
+        updates=config.updates,
         micro_batches=config.micro_batches,
         split=config.split_samples,
         sequences=samples // (config.updates * config.micro_batches),

@@ -3,8 +3,9 @@
 One layer of one micro-batch, where every phase waits for its slowest rank, because a collective ends it:
 
     attention  positions x ``token``, and ``pair`` x the squared length of every sample of the rank. Compiled sequences
-               have one shape, so every rank has as many positions as the fullest of any micro-batch. Padded sequences
-               cost as if every sample were as long as they are
+               have one shape, so every rank has as many positions as the fullest of any micro-batch; that lengths are
+               rounded up, by a sixteenth at most, is not counted. Padded sequences cost as if every sample were as long
+               as they are
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
                hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.

@@ -123,7 +123,7 @@ def fetch_replicas(
         out_specs=(out, parallel.token_spec),
     )
     def on_rank(experts, residents, tables, x):
-        # What groups share varies over them from here on, so JAX sums its gradients over the groups.
+        # Marked as different in every group, so that JAX sums the gradients of what groups share.
         own = experts.reshape(experts.shape[-4:])
         rank_experts = [own] if residents is None else [own, residents[place]]
         buffers = tuple(vary_over(buffer, parallel.data_axes) for buffer in rank_experts)

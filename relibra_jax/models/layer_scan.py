@@ -32,7 +32,8 @@ def scan_layers(
         x: the input of the first layer.
         inputs: the other inputs of all layers, such as parameters and routing, stacked along the first axis. For a
             `WithTotal` the layer gets the value, and the gradient with respect to the total is the total with the
-            value's gradient added. That with respect to the value is 0.
+            value's gradient added. That with respect to the value is 0. If the total has axes of groups after that of
+            layers, the layer gets the value with these axes in front in the backward pass.
         memory: the memory in which the inputs ``x`` of layers wait for the backward pass, ``device`` or
             ``pinned_host``.
 
@@ -83,8 +84,7 @@ def scan_layers(
             of_one, of_fixed = take((values, fixed), number)
             # With a total for each group, the layer gets weights for each, so that gradients are not summed over them.
             of_one = [
-                jnp.broadcast_to(*each)
-                for each in zip(of_one, [one.shape[1:] for one in totals], strict=True)
+                jnp.broadcast_to(one, total.shape[1:]) for one, total in zip(of_one, totals, strict=True)
             ]
             _, pull_back = jax.vjp(lambda x, values: run(x, values, of_fixed), take(kept, number), of_one)
             of_outputs = jax.tree.map(functools.partial(_gradient_of_layer, number=number), gradients[1])

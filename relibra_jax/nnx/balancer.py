@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray, PyTree
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import Placement, Planner
-from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, RoutingReplay, check_shape
+from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
@@ -136,7 +136,7 @@ class Balancer:
             of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
             order, or packed by length in packed sequences.
         sequences: ``padded`` gives every sample a sequence of its own. ``packed`` puts several samples in a sequence,
-            one after another. Padding is then at most 5% of the positions where the sample lengths allow it
+            one after another. A rank then has one sequence, as long as that of the fullest rank, rounded up
             (`relibra_jax.routing.sequence_packing`). ``split`` puts the samples of a node in one sequence, which its
             local ranks share evenly, so that no rank waits for another's long sample
             (`relibra_jax.routing.node_streams`). With packed and split sequences, samples must be aligned to the left,
@@ -199,7 +199,6 @@ class Balancer:
         self._planner_state = planner.init(parallel.topology, num_layers, key=planner_key)
         self._home = np.asarray(contiguous_homes(parallel.topology, num_layers))
         self._capacities: dict[str, Capacities] = {}
-        self._sequence_shapes: dict[str, tuple[int, int]] = {}
         self._batch_number = 0
         self._steps_before: int | None = None
         self.trains = False
@@ -598,25 +597,8 @@ class Balancer:
         """Lay out the samples of all stages in sequences, if these hold several samples."""
         if self.sequences not in LAYOUTS:
             return ()
-        return tuple(
-            self._lay_out(self.sequences, stage_shape(plan, parallel), plan.assignment, lengths, parallel)
-            for plan in plans
-        )
-
-    def _lay_out(
-        self,
-        kind: str,
-        shape: str,
-        assignment: Assignment,
-        lengths: Int[Array, " B"],
-        parallel: ExpertParallel,
-    ) -> SequenceLayout:
-        """Lay out the samples of a stage in sequences, whose shape is that of an earlier stage if they fit."""
-        layout = LAYOUTS[kind](
-            assignment, lengths, shape=self._sequence_shapes.get(shape), align=parallel.aligned_positions
-        )
-        self._sequence_shapes[shape] = layout.shape
-        return layout
+        lay_out = LAYOUTS[self.sequences]
+        return tuple(lay_out(plan.assignment, lengths, align=parallel.aligned_positions) for plan in plans)
 
     def _search(
         self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
@@ -753,8 +735,7 @@ class Balancer:
                     own = assign_in_order(len(samples), parallel.topology, num_micro_batches=micro_batches)
                 assignment = shift_samples(own, samples.start)
             if self.sequences in LAYOUTS:
-                shape = f"live {micro_batches}x{len(samples)}"
-                layout = self._lay_out("packed", shape, assignment, lengths, parallel)
+                layout = lay_out_sequences(assignment, lengths, align=parallel.aligned_positions)
             sequences = batch_sequences(
                 assignment,
                 layout,

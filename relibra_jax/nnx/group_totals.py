@@ -3,7 +3,7 @@
 Groups have the same experts, so their gradients must be summed. A sum in every micro-batch would send the gradients of
 all experts of a rank as often, in the dtype of the computation: 14 GB for Qwen3-235B-A22B over 4 x 8 ranks. So the
 backward pass adds a group's gradients to a total of its own, which takes no more memory, and one sum in float32 follows
-the last micro-batch. It sends as many bytes as two sums in bfloat16.
+the last micro-batch. It sends as many bytes as two sums in bfloat16, so an update of one micro-batch sends more.
 
 The gradients of all other parameters are summed as they come (`relibra_jax.nnx.dense_sharding`). So are those of
 experts over the FSDP axis, because a rank stores only its part of their total.
@@ -41,7 +41,7 @@ def total_of_groups(variable: nnx.Variable, parallel: ExpertParallel) -> jax.Arr
 
 
 def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParallel) -> jax.Array:
-    """Sum a parameter's total over groups, in its memory if the caller does not use it again.
+    """Sum a parameter's total over groups.
 
     Args:
         total: the total that began as `total_of_groups`, or one of another parameter, which is returned.

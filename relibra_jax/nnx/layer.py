@@ -269,7 +269,8 @@ class MoELayer(nnx.Module):
     def _check(self, x, expert_ids, plan, parallel: ExpertParallel, mask) -> None:
         topology = parallel.topology
         layout = (*parallel.ranks, topology.home_slots, 3, self.width, self.expert_width)
-        check_shape("expert weights", self.experts.shape[-len(layout) :], layout)
+        groups = len(parallel.data_axes) if self.experts.ndim > len(layout) else 0
+        check_shape("expert weights", self.experts.shape, (*self.experts.shape[:groups], *layout))
         tokens = tuple(x.shape[:-1])
         check_shape("x", x.shape, (*tokens, self.width))
         if expert_ids is None and isinstance(plan, PreparedLayer):

@@ -43,7 +43,6 @@ def lay_out_streams(
     assignment: Assignment,
     lengths: Int[Array, " B"],
     *,
-    shape: tuple[int, int] | None = None,
     align: int = 1,
 ) -> SequenceLayout:
     """Lay out the samples of every node in its stream, longest first, and cut it over the local ranks. On the host.
@@ -51,8 +50,6 @@ def lay_out_streams(
     Args:
         assignment: the samples of each node in each micro-batch, in the entries of its ranks in any order.
         lengths: the number of tokens of each sample.
-        shape: the ``(1, T)`` of an earlier batch, which is kept while the samples fit
-            (`relibra_jax.routing.sequence_packing.sequence_length`).
         align: the number of positions of whose multiples T is one (`ExpertParallel.aligned_positions`).
 
     Returns:
@@ -69,14 +66,13 @@ def lay_out_streams(
     *nodes, local, places = sample.shape
     tokens = np.append(lengths, 0)[sample].sum((-2, -1))
     share = -(-int(tokens.max(initial=1)) // local)
-    earlier = None if shape is None else shape[1]
-    length = sequence_length(share, align, earlier)
+    length = min(sequence_length(share, align), max(-(-share // align) * align, CHUNK // align * align))
     if length > CHUNK:
         if CHUNK % align:
             raise ValueError(
                 f"aligned positions {align} must divide the {CHUNK} positions of a chunk of split sequences"
             )
-        length = sequence_length(share, CHUNK, earlier)
+        length = sequence_length(share, CHUNK)
     of_stream = np.full((tokens.size, local * length), EMPTY, np.int32)
     positions = np.zeros_like(of_stream)
     for node, samples in enumerate(sample.reshape(-1, local * places)):

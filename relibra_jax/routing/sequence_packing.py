@@ -2,8 +2,8 @@
 
 A *sequence* is a line of the training batch ``[sequences, T]``. Packed sequences hold several samples one after
 another, padded sequences hold one sample each. A rank has one packed sequence in each micro-batch, with its samples
-longest first. All sequences of a batch have one length, for which steps are compiled. So lengths are rounded up, and an
-earlier batch's is kept while it fits (`sequence_length`).
+longest first. All sequences of a batch have one length, for which steps are compiled, so lengths are rounded up to one
+of a few (`sequence_length`).
 """
 
 from typing import Final, NamedTuple
@@ -16,8 +16,6 @@ from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Rout
 STEPS: Final = 16
 """The number of lengths from one power of two to the next. More would need less padding, 1/16 at most, and compile more
 often while responses grow."""
-MOST_PADDING: Final = 1 / 8
-"""The share of an earlier length up to which it may be padding on the fullest rank."""
 
 
 class SequenceLayout(NamedTuple):
@@ -45,7 +43,6 @@ def lay_out_sequences(
     assignment: Assignment,
     lengths: Int[Array, " B"],
     *,
-    shape: tuple[int, int] | None = None,
     align: int = 1,
 ) -> SequenceLayout:
     """Pack the samples of every rank into one sequence. Runs on the host.
@@ -53,7 +50,6 @@ def lay_out_sequences(
     Args:
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
-        shape: the ``(1, T)`` of an earlier batch, which is kept while the samples fit (`sequence_length`).
         align: the number of positions of whose multiples one is the start of each sample, and one the length of
             sequences: `relibra_jax.execution.ExpertParallel.aligned_positions`.
 
@@ -75,7 +71,7 @@ def lay_out_sequences(
         )
     rooms = -(-lengths // align) * align
     tokens = np.append(rooms, 0)[of_ranks].sum(-1)
-    length = sequence_length(int(tokens.max(initial=1)), align, None if shape is None else shape[1])
+    length = sequence_length(int(tokens.max(initial=1)), align)
     sample = np.full((tokens.size, length), EMPTY, np.int32)
     position = np.zeros_like(sample)
     for rank, samples in enumerate(of_ranks.reshape(-1, of_ranks.shape[-1])):
@@ -89,23 +85,19 @@ def lay_out_sequences(
     return SequenceLayout(sample.reshape(places), position.reshape(places))
 
 
-def sequence_length(tokens: int, align: int, earlier: int | None = None) -> int:
-    """Return the length of packed sequences: one of `STEPS` between two powers of two, or that of an earlier batch.
+def sequence_length(tokens: int, align: int) -> int:
+    """Return the length of packed sequences: one of `STEPS` between two powers of two, or fewer for large ``align``.
 
     Args:
         tokens: the number of tokens of the fullest rank.
         align: the number of positions of which the length is a multiple.
-        earlier: the length of an earlier batch. It is kept if the tokens fit and leave little padding (`MOST_PADDING`),
-            because steps are compiled for it.
 
-    >>> sequence_length(100, 1), sequence_length(8100, 256), sequence_length(8100, 256, earlier=9216)
-    (100, 8192, 9216)
+    >>> sequence_length(100, 1), sequence_length(8100, 256), sequence_length(130, 24)
+    (100, 8192, 144)
     """
-    if earlier is not None and (1 - MOST_PADDING) * earlier <= tokens <= earlier:
-        return earlier
     step = max(2 ** (tokens.bit_length() - 1) // STEPS, 1)
-    rounded = -(-tokens // step) * step
-    return max(-(-rounded // align), 1) * align
+    step = -(-step // align) * align
+    return max(-(-tokens // step), 1) * step
 
 
 def in_sequences(
