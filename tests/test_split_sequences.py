@@ -95,7 +95,11 @@ def small_chunks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "options"),
-    [(1, {"striped": False}), (1, {"striped": True, "pieces": 2}), (2, {})],
+    [
+        pytest.param(1, {"striped": False}, marks=pytest.mark.long),
+        (1, {"striped": True, "pieces": 2}),
+        pytest.param(2, {}, marks=pytest.mark.long),
+    ],
     ids=["plain", "striped in pieces", "two groups, sharded dense"],
 )
 def test_split_samples_give_the_results_of_whole_ones(data, options):
@@ -228,7 +232,7 @@ def test_values_of_split_tokens_belong_to_the_states_before_them():
     assert not values[:, 0].any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_of_split_samples_are_planned_for_nodes():
     """A recompute and two updates, with residents: nodes have equal tokens, and their ranks equal loads."""
     topology = dataclasses.replace(TOPOLOGY, resident_slots=1)

@@ -96,7 +96,7 @@ def plan_of(replay, state, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["in place", "assigned"])
-@pytest.mark.parametrize("homes", ["contiguous", "moved"])
+@pytest.mark.parametrize("homes", [pytest.param("contiguous", marks=pytest.mark.long), "moved"])
 @pytest.mark.parametrize("name", REPLAYS)
 def test_plan_never_costs_more_than_to_stay(name, homes, assign):
     replay = REPLAYS[name]()
@@ -111,8 +111,8 @@ def test_plan_never_costs_more_than_to_stay(name, homes, assign):
         assert least <= ESTIMATE * seconds(replay, start, state.home), "without assigning samples"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("homes", [pytest.param("contiguous", marks=pytest.mark.long), "moved"])
+@pytest.mark.long
+@pytest.mark.parametrize("homes", ["contiguous", "moved"])
 def test_plan_never_costs_more_than_that_of_an_earlier_round(homes):
     replay = recorded()
     state = state_of(homes, 4)
@@ -121,6 +121,7 @@ def test_plan_never_costs_more_than_that_of_an_earlier_round(homes):
         assert later <= ESTIMATE * earlier, times
 
 
+@pytest.mark.slow
 def test_plan_makes_no_moves_that_cost_more_than_they_save():
     """A search for balance moves experts; at the price of a tiny batch all stay, though not of a large one."""
     replay = recorded()
@@ -134,6 +135,7 @@ def test_plan_makes_no_moves_that_cost_more_than_they_save():
     assert min(moved["balance"], moved["large"]) > 0
 
 
+@pytest.mark.long
 def test_plan_never_costs_more_than_to_stay_under_jit():
     replay = recorded()
     state = state_of("moved", 4)
@@ -163,6 +165,7 @@ def test_plan_of_two_stages_never_costs_more_than_to_stay():
         assert least <= ESTIMATE * total(stay)
 
 
+@pytest.mark.slow
 def test_plan_of_counts_without_routes_never_costs_more_than_to_stay():
     """From loads alone, every copy is taken to cross by itself, which flat dispatch does."""
     replay = drawn()
