@@ -138,9 +138,10 @@ class Sampler:
 
     def timed(self, case: Case, seeds: Iterator[int]) -> Reading:
         """Time one run."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         responses = self.generate(case, next(seeds))
-        return Reading(time.perf_counter() - start, int(responses.response_mask.sum()))
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        return Reading(seconds, cpu_seconds, int(responses.response_mask.sum()))
 
 
 def measure(
@@ -178,7 +179,7 @@ def measure(
     short = case._replace(new_tokens=min(case.new_tokens, SEARCH_TOKENS))
     run_short = functools.partial(timed, peer, short, seeds)
     settings, tried = fastest_settings(run_short, possible_choices(case, compiled=compiled))
-    _, likeliest = generate(peer, case, None, settings)
+    likeliest = generate(peer, case, None, settings)["tokens"]
     equal = {name: equal_tokens(sampler.likeliest(case), likeliest) for name, sampler in samplers.items()}
     runs = {
         **{name: functools.partial(sampler.timed, case, seeds) for name, sampler in samplers.items()},
@@ -190,6 +191,10 @@ def measure(
         "tokens_per_second": {name: round(statistics.median(each), 1) for name, each in speeds.items()},
         "lowest_and_highest": {
             name: [round(each[0], 1), round(each[-1], 1)] for name, each in speeds.items()
+        },
+        "tokens_per_cpu_second": {
+            name: round(statistics.median(reading.tokens / reading.cpu_seconds for reading in each), 1)
+            for name, each in readings.items()
         },
         "tokens": {name: [reading.tokens for reading in each] for name, each in readings.items()},
         "first_call_seconds": {name: round(seconds, 1) for name, seconds in first.items()},

@@ -23,6 +23,8 @@ class Reading(NamedTuple):
     """One timed run."""
 
     seconds: float
+    cpu_seconds: float
+    """The seconds of all cores together, which other programs on the machine change less."""
     tokens: int
     """The number of sampled tokens, including those that end a response."""
 
@@ -122,19 +124,17 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 """The settings of transformers that are searched, one after the other; arguments of `Worker.generate`."""
 
 
-def generate(
-    peer: Peer, case: Case, seed: int | None, settings: Mapping[str, Any]
-) -> tuple[float, list[list[int]]]:
-    """Respond to the prompts of a case; return the seconds that this took, and the tokens of the responses."""
+def generate(peer: Peer, case: Case, seed: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Respond to the prompts of a case, as `experiments.transformers_worker.Worker.generate` does."""
     arguments = {"prompts": case.prompts.tolist(), "new_tokens": case.new_tokens, "end": case.end}
     result = peer.ask("generate", seed=seed, **arguments, **settings)
-    return result["seconds"], case.cut(result["tokens"])
+    return {**result, "tokens": case.cut(result["tokens"])}
 
 
 def timed(peer: Peer, case: Case, seeds: Iterator[int], settings: Mapping[str, Any]) -> Reading:
     """Time one run."""
-    seconds, responses = generate(peer, case, next(seeds), settings)
-    return Reading(seconds, sum(map(len, responses)))
+    result = generate(peer, case, next(seeds), settings)
+    return Reading(result["seconds"], result["cpu_seconds"], sum(map(len, result["tokens"])))
 
 
 def log_prob_difference(peer: Peer, responses: Responses) -> float:
@@ -166,7 +166,7 @@ def fastest_settings(
     Returns:
         The fastest settings, and all that were tried, with their tokens per second.
 
-    >>> run = lambda settings: Reading(1.0, 9 - settings["threads"] + 2 * (settings["cache"] == "static"))
+    >>> run = lambda settings: Reading(1.0, 1.0, 9 - settings["threads"] + 2 * (settings["cache"] == "static"))
     >>> best, tried = fastest_settings(run, {"threads": (2, 1), "cache": ("dynamic", "static")})
     >>> best, [each["tokens_per_second"] for each in tried]
     ({'threads': 1, 'cache': 'static'}, [7.0, 8.0, 10.0])
