@@ -17,6 +17,7 @@ from experiments import (
     bench_kernels,
     bench_layer,
     bench_sampler,
+    bench_transformers,
     bench_warm_start,
     count_buffers,
     stragglers,
@@ -179,7 +180,7 @@ COSTS = {
 
 BENCHMARKS = (
     *(bench_attention, bench_counts, bench_exposed, bench_kernels, bench_layer, bench_sampler),
-    *(bench_warm_start, count_buffers, stragglers),
+    *(bench_transformers, bench_warm_start, count_buffers, stragglers),
 )
 
 
