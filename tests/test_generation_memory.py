@@ -11,9 +11,9 @@ from flax import nnx
 
 from experiments.aot.whole_generation import prompt_shapes, run_prompts, state_shapes
 from experiments.aot.whole_settings import GENERATION_PROGRAMS, Whole, sizes_of
-from experiments.model_memory import RunSizes, memory_by_stage
 from experiments.rl.generation import decode, prefill
 from experiments.rl.policy import TINY
+from experiments.step_memory import RunSizes, memory_by_stage
 from relibra_jax import Topology
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh

@@ -14,14 +14,9 @@ from flax import nnx
 from experiments.aot.whole_settings import Whole, sizes_of
 from experiments.model_memory import (
     PUBLISHED,
-    RunSizes,
     check_training_memory,
-    host_bytes,
-    memory_by_stage,
     num_parameters,
     published_sizes,
-    rank_gigabytes,
-    rank_parameters,
     table_row,
 )
 from experiments.rl.configs import Train
@@ -29,6 +24,7 @@ from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import TINY, make_agent
 from experiments.rl.state import run_sizes
 from experiments.rl.step import Clip, TrainingBatch, update
+from experiments.step_memory import RunSizes, host_bytes, memory_by_stage, rank_gigabytes, rank_parameters
 from relibra_jax import Topology
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.execution.memory import HOST

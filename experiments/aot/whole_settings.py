@@ -9,8 +9,9 @@ from flax import nnx
 
 from experiments.aot.gpus import GPUS, described_devices
 from experiments.aot.stack import FAST_COMPILATION
-from experiments.model_memory import PUBLISHED, RunSizes, memory_by_stage
+from experiments.model_memory import PUBLISHED
 from experiments.rl.devices import FSDP, copies_of_group
+from experiments.step_memory import RunSizes, memory_by_stage
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel
 from relibra_jax.execution.memory import HOST
@@ -169,7 +170,7 @@ def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capac
 
 
 def sizes_of(setting: Whole) -> RunSizes:
-    """Return the sizes of the run whose program a setting compiles, for `experiments.model_memory`."""
+    """Return the sizes of the run whose program a setting compiles, for `experiments.step_memory`."""
     assert setting.model is not None
     config = whole_config(setting)
     return RunSizes(

@@ -9,12 +9,13 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments.model_memory import RunSizes, check_training_memory
+from experiments.model_memory import check_training_memory
 from experiments.rl.configs import Train
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
 from experiments.rl.policy import Agent, make_agent
 from experiments.rl.windows import Carried, carry_nothing
+from experiments.step_memory import RunSizes
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.memory import HOST
