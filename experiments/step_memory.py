@@ -125,6 +125,10 @@ class RunSizes:
         return AbstractMesh((self.fsdp, *ranks), ("fsdp", "node", "local"), axis_types=(AxisType.Auto,) * 3)
 
 
+type Items = dict[str, int | float]
+"""Bytes by item."""
+
+
 class _Arrays:
     """The bytes of arrays of a rank that depend on its tokens, and of an expert, in the computation's dtype."""
 
@@ -151,7 +155,7 @@ class _Arrays:
         live_rows = worst_case_capacities(-(-self.tokens // self.chunks), config.top_k, alone).rows
         self.live_rows = live_rows if sizes.live else 0
 
-    def of_rows(self, rows: float, config: ModelConfig) -> float:
+    def of_rows(self, rows: int | float, config: ModelConfig) -> float:
         """Return the bytes of the arrays of a layer's buffers."""
         return ROW_ARRAYS * self.width * rows * config.width
 
@@ -181,7 +185,7 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
     return {name: {item: round(size) for item, size in stage.items()} for name, stage in stages.items()}
 
 
-def _states(sizes: RunSizes) -> dict[str, float]:
+def _states(sizes: RunSizes) -> Items:
     parameters, on_host = rank_parameters(sizes).all, sizes.state_memory == HOST
     width = jnp.dtype(sizes.config.dtype).itemsize
     return {
@@ -190,7 +194,7 @@ def _states(sizes: RunSizes) -> dict[str, float]:
     }
 
 
-def _update_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
+def _update_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     config, topology, tokens = sizes.config, sizes.topology, arrays.tokens
     kept = topology.resident_slots * config.moe_layers * arrays.expert
     layers = 1 if config.activation_memory == HOST else config.layers
@@ -204,7 +208,7 @@ def _update_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
     }
 
 
-def _loss_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
+def _loss_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     # The gradient of the head in float32, and the gathered head.
     return {
         "logits of a chunk": arrays.logits,
@@ -213,7 +217,7 @@ def _loss_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
     }
 
 
-def _backward_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
+def _backward_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     parameters = rank_parameters(sizes)
     return {
         "gradients of a micro-batch": 4 * parameters.outside,
@@ -223,7 +227,7 @@ def _backward_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
     }
 
 
-def _recompute_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
+def _recompute_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
     of_rows = arrays.of_rows(max(larger * arrays.rows, arrays.live_rows), sizes.config)
     layer = FORWARD * (larger * arrays.layer + of_rows)
@@ -236,7 +240,7 @@ def _recompute_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
     }
 
 
-def _live_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
+def _live_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     chunked = CHUNKED_ARRAYS * arrays.hidden if arrays.chunks > 1 else 0
     of_rows = arrays.of_rows(arrays.live_rows, sizes.config)
     return {
@@ -247,7 +251,7 @@ def _live_items(sizes: RunSizes, arrays: _Arrays) -> dict[str, float]:
     }
 
 
-def _generation_items(sizes: RunSizes) -> dict[str, dict[str, float]]:
+def _generation_items(sizes: RunSizes) -> dict[str, Items]:
     config, topology = sizes.config, sizes.topology
     wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses, sizes.chunk_tokens)
     experts = config.moe_layers * topology.home_slots * 3 * config.width * config.expert_width // sizes.fsdp
@@ -257,8 +261,8 @@ def _generation_items(sizes: RunSizes) -> dict[str, dict[str, float]]:
         experts=experts if sizes.fsdp > 1 else 0,
     )
     return {
-        "prompts": prompt_items(wave, config, topology, gathered),
-        "decoding": decoding_items(wave, config, topology, gathered),
+        "prompts": {**prompt_items(wave, config, topology, gathered)},
+        "decoding": {**decoding_items(wave, config, topology, gathered)},
     }
 
 
