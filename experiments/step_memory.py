@@ -65,7 +65,7 @@ TARGET_BYTES: Final = 17
 """The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
 SPARE_ROWS: Final = 1.25
 """The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
-FORWARD: Final = 0.4
+FORWARD: Final = 0.53
 """The arrays of one layer in a forward pass alone, as a share of those with the backward pass."""
 RECOMPUTE_ARRAYS: Final = 3
 """The arrays ``[tokens, D]`` beside the logits of a recompute."""
