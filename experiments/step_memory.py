@@ -7,7 +7,8 @@ device in all stages, and what it holds at its peak:
     recompute  arrays of one layer in the forward pass, or logits of a chunk of tokens
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
     backward   the sum of gradients, layer inputs, arrays of one layer
-    live       as backward, for an update that routes live in buffers for the worst case of a chunk
+    live recompute, live
+               as recompute and backward, for passes that route live in buffers for the worst case of a chunk
     prompts    the cache of keys and values of a wave and of its prompts, arrays of one chunk, weights of one layer
     decoding   the cache of a wave, the part of one layer, buffers of live routing, logits of the last tokens
 
@@ -136,6 +137,8 @@ class _Arrays:
         config, topology = sizes.config, sizes.topology
         self.width = jnp.dtype(config.dtype).itemsize
         self.tokens = sizes.sequences * sizes.length
+        self.larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
+        """The tokens of a recompute in a micro-batch, over those of an update."""
         self.hidden = self.width * self.tokens * config.width
         self.rows = math.ceil(SPARE_ROWS * self.tokens * config.top_k) if sizes.rows is None else sizes.rows
         self.expert = self.width * 3 * config.width * config.expert_width
@@ -167,18 +170,19 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages recompute, loss, backward, with live updates live, and with samples prompts and
-        decoding, in bytes. The states are items of every stage.
+        The items of the stages recompute, loss, backward, with live updates live recompute and live, and with samples
+        prompts and decoding, in bytes. The states are items of every stage.
     """
     arrays, states = _Arrays(sizes), _states(sizes)
     update = states | _update_items(sizes, arrays)
     backward = update | _backward_items(sizes, arrays)
     stages = {
-        "recompute": states | _recompute_items(sizes, arrays),
+        "recompute": states | _recompute_items(sizes, arrays, arrays.larger * arrays.rows),
         "loss": update | _loss_items(sizes, arrays),
         "backward": backward,
     }
     if sizes.live:
+        stages["live recompute"] = states | _recompute_items(sizes, arrays, arrays.live_rows)
         stages["live"] = backward | _live_items(sizes, arrays)
     if sizes.samples:
         stages |= {name: states | items for name, items in _generation_items(sizes).items()}
@@ -227,10 +231,9 @@ def _backward_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     }
 
 
-def _recompute_items(sizes: RunSizes, arrays: _Arrays) -> Items:
-    larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
-    of_rows = arrays.of_rows(max(larger * arrays.rows, arrays.live_rows), sizes.config)
-    layer = FORWARD * (larger * arrays.layer + of_rows)
+def _recompute_items(sizes: RunSizes, arrays: _Arrays, rows: int | float) -> Items:
+    larger = arrays.larger
+    layer = FORWARD * (larger * arrays.layer + arrays.of_rows(rows, sizes.config))
     loss = larger * RECOMPUTE_ARRAYS * arrays.hidden + arrays.logits + arrays.width * arrays.vocabulary
     tables = _update_items(sizes, arrays)["tables, routes and targets"]
     return {
