@@ -66,6 +66,7 @@ def lay_out_streams(
     *nodes, local, places = sample.shape
     tokens = np.append(lengths, 0)[sample].sum((-2, -1))
     share = -(-int(tokens.max(initial=1)) // local)
+    # A share that fits into one chunk is not rounded up beyond it.
     length = min(sequence_length(share, align), max(-(-share // align) * align, CHUNK // align * align))
     if length > CHUNK:
         if CHUNK % align:
