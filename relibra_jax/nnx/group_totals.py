@@ -57,11 +57,8 @@ def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParalle
 
 
 def _summed_axes(variable: nnx.Variable, parallel: ExpertParallel) -> tuple[str | None, ...]:
-    """Return the data axes, with None in the place of those over which the parameter has no totals of its own."""
-    fsdp_axis = fsdp_axis_of(variable) if isinstance(variable, ExpertParam) else None
-    return tuple(
-        axis
-        if isinstance(variable, ExpertParam) and axis != fsdp_axis and parallel.mesh.shape[axis] > 1
-        else None
-        for axis in parallel.data_axes
-    )
+    """Return the data axes, with None for those over which experts have no totals of their own; none for others."""
+    if not isinstance(variable, ExpertParam):
+        return ()
+    own = [axis != fsdp_axis_of(variable) and parallel.mesh.shape[axis] > 1 for axis in parallel.data_axes]
+    return tuple(axis if each else None for axis, each in zip(parallel.data_axes, own, strict=True))
