@@ -30,6 +30,8 @@ MASK = np.arange(LENGTH) < LENGTHS[:, None]
 TOKENS = np.where(MASK, RNG.integers(0, 23, (SAMPLES, LENGTH)), 0).astype(np.int32)
 IDS = np.argsort(RNG.random((SAMPLES, LENGTH, 2, 16)) * RNG.random(16))[..., :2].astype(np.uint8)
 WEIGHT = np.where(MASK & (np.arange(LENGTH) > 0), RNG.random((SAMPLES, LENGTH)), 0).astype(np.float32)
+LEAST_FILL = 16 / 17
+"""The least share of packed positions that hold tokens: lengths are rounded up by at most a sixteenth."""
 OF_SAMPLE = RNG.normal(size=SAMPLES).astype(np.float32)
 
 
@@ -103,7 +105,7 @@ def test_packed_sequences_have_little_padding_and_every_token():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
     most_aligned = SAMPLES * (TOPOLOGY.ranks_per_node - 1)
-    assert (segments != EMPTY).sum() + most_aligned >= 0.95 * segments.size
+    assert (segments != EMPTY).sum() + most_aligned >= LEAST_FILL * segments.size
     actual = {
         (int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY
     }
@@ -135,7 +137,7 @@ def test_live_passes_pack_sequences_too():
         log_probs.append(np.where(MASK, batch.from_ranks(np.stack(parts)), 0))
         positions.append(tokens.size)
     np.testing.assert_allclose(*log_probs, atol=2e-6)
-    assert MASK.sum() >= 0.95 * positions[0]
+    assert MASK.sum() >= LEAST_FILL * positions[0]
     assert positions[1] == MASK.size
 
 
