@@ -17,7 +17,7 @@ from rich.table import Table
 
 from experiments.interleaving import interleaved
 from experiments.program import run_program
-from relibra_jax.models.block_attention import block_attention
+from relibra_jax.models.packed_attention import packed_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def measure(config: BenchAttention, tokens: int, samples: int) -> list[tuple[str
     run = tokens <= config.longest
     kinds: dict[str, Any] = {"all pairs": over_pairs} if run else {}
     kinds |= {
-        f"blocks of {block}": functools.partial(block_attention, block=block) for block in config.blocks
+        f"blocks of {block}": functools.partial(packed_attention, block=block) for block in config.blocks
     }
     programs = {name: compiled(attend) for name, attend in kinds.items()}
     runs = {name: functools.partial(program, *args) for name, program in programs.items()}

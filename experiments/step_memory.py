@@ -36,9 +36,9 @@ from experiments.generation_memory import GatheredWeights, Wave, decoding_items,
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.memory import HOST
 from relibra_jax.models import ModelConfig
-from relibra_jax.models.block_attention import BLOCK
 from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.models.log_probs import CHUNK
+from relibra_jax.models.packed_attention import BLOCK
 from relibra_jax.nnx import ExpertParam
 from relibra_jax.nnx.dense_sharding import STACKS
 from relibra_jax.routing.sizes import worst_case_capacities

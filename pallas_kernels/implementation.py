@@ -31,7 +31,7 @@ def choose_implementation(
         name: the name that the caller gave. None chooses "mosaic" where the Hopper kernels can run, else "triton"
             where the Triton kernels can run, and else "xla". It skips kernels that have not passed their check on this
             machine (`pallas_kernels.self_check`).
-        implementations: all implementations by name, including "mosaic", "triton" and "xla".
+        implementations: all implementations by name, including "xla"; those named "mosaic" and "triton" are kernels.
         rows: the row operand. It determines the device that computes: the device that holds the rows or, when a
             program is compiled for other devices, the device that the mesh describes.
         out_dtype: the dtype of the result.
@@ -46,7 +46,7 @@ def choose_implementation(
     if name is not None and name not in implementations:
         raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
     for kernels, why_not in {"mosaic": _why_not_mosaic, "triton": _why_not_triton}.items():
-        if name in (None, kernels):
+        if name in (None, kernels) and kernels in implementations:
             reason = why_not(rows, out_dtype, dimensions)
             if reason and name:
                 raise ValueError(f"implementation={name!r} cannot run: {reason}")

@@ -17,8 +17,8 @@ from experiments.aot.ways import MODEL, TOPOLOGY, parallel_of
 from relibra_jax.execution import OVERLAP_OPTIONS
 from relibra_jax.execution.gating import Gating
 from relibra_jax.models import ModelConfig
-from relibra_jax.models.block_attention import block_attention
 from relibra_jax.models.language_model import abstract_model, model_maker
+from relibra_jax.models.packed_attention import packed_attention
 from relibra_jax.nnx import SequencePacking
 
 ATTENTION: Final = "attention in blocks, 32,768 tokens"
@@ -73,7 +73,7 @@ def compile_attention() -> jax.stages.Compiled:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.token_sharding)
 
     attend: Any = jax.shard_map(
-        block_attention, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
+        packed_attention, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
     )
 
     def gradients(query, key, value, segments, cotangent):

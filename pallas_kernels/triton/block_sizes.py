@@ -66,6 +66,31 @@ def weight_gradient_blocks(lhs: jax.Array, rhs: jax.Array) -> BlockSizes:
     return BlockSizes(height, width, _step(lhs), _warps(height * width))
 
 
+def attention_blocks(query: jax.Array, key: jax.Array) -> tuple[BlockSizes, BlockSizes]:
+    """Return the block sizes of attention, forward and backward.
+
+    The width of a block is that of a head, rounded up to a power of two. Blocks of wide heads and of float32 have fewer
+    rows, so that they fit into registers and shared memory; so have those of gradients, which hold more operands.
+
+    Args:
+        query: the queries, ``[T, heads, d]``.
+        key: the keys, ``[S, key heads, d]``.
+
+    >>> for blocks in attention_blocks(*[jax.numpy.zeros((8192, 4, 128), "bfloat16")] * 2):
+    ...     blocks
+    BlockSizes(height=128, width=128, step=64, warps=8, stages=2)
+    BlockSizes(height=64, width=128, step=64, warps=8, stages=2)
+    """
+    width = max(1 << (query.shape[2] - 1).bit_length(), SMALLEST)
+    largest = max(min(LARGEST, LARGEST * 256 // (width * query.dtype.itemsize)), 2 * SMALLEST)
+    height, step = (
+        _power_of_two(min(len(array), size)) for array, size in ((query, largest), (key, largest // 2))
+    )
+    return BlockSizes(height, width, step, 8, 2), BlockSizes(
+        min(height, step), width, min(height, step), 8, 2
+    )
+
+
 def _power_of_two(size: int) -> int:
     """Round a size up to a power of two that Triton can multiply, and limit it to the largest size of a block."""
     return min(max(1 << max(size - 1, 0).bit_length(), SMALLEST), LARGEST)

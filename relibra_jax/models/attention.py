@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys, split_attention
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.packed_attention import BLOCK, first_keys, packed_attention, split_attention
 
 CUDNN_DTYPES: Final = ("bfloat16", "float16")
 """The dtypes that cuDNN's attention supports."""
@@ -96,18 +96,19 @@ class Attention(nnx.Module):
 
     def _attend(self, query, key, value, segments, parallel):
         """Attend inside whole sequences. No array has an entry for every pair of tokens of more than one block."""
-        tokens = parallel.token_spec
+        tokens, kernel = parallel.token_spec, attention_kernel(parallel)
         on_ranks = functools.partial(jax.shard_map, mesh=parallel.mesh, in_specs=tokens, out_specs=tokens)
         if parallel.split_sequences:
             if segments is None:
                 raise ValueError("split sequences need the sample of each token: pass PreparedBatch.packing")
-            return on_ranks(split_attention)(query, key, value, segments)
+            attend = functools.partial(split_attention, implementation=kernel)
+            return on_ranks(attend)(query, key, value, segments)
         implementation = attention_implementation(self.config, parallel)
         length = query.shape[1]
         if length > BLOCK and (implementation == "xla" or segments is not None):
             # JAX has no public way to give cuDNN samples inside sequences other than a mask for all pairs of tokens.
-            # Each rank runs loops of its own, because their lengths depend on its samples.
-            return on_ranks(functools.partial(block_attention, block=BLOCK))(query, key, value, segments)
+            attend = functools.partial(packed_attention, block=BLOCK, implementation=kernel)
+            return on_ranks(attend)(query, key, value, segments)
         mask = None
         if segments is not None:
             mask = first_keys(segments)[:, None, :, None] <= jnp.arange(length)[None, None, None]
@@ -132,6 +133,18 @@ def _norm(norm, x):
     if norm is None:
         return x
     return norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[-1])).reshape(x.shape)
+
+
+def attention_kernel(parallel: ExpertParallel) -> str | None:
+    """Return the implementation of `pallas_kernels.flash_attention` that goes with that of the experts.
+
+    The kernels of attention are Triton's, also beside the Hopper kernels of experts.
+
+    Args:
+        parallel: the settings of the layers.
+    """
+    name = parallel.implementation
+    return name if name is None else "triton" if name in ("mosaic", "triton") else "xla"
 
 
 def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cudnn", "xla"]:

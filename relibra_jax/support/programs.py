@@ -51,7 +51,7 @@ def keep_programs(folder: str | os.PathLike | None = None) -> Path | None:
 
 
 def _user_folder() -> Path:
-    """Return ``programs`` in the cache folder of `pallas_kernels.user_cache`, which only execution may import."""
+    """Return ``programs`` in the cache folder of `pallas_kernels.user_cache`, which this level may not import."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra_jax" / "programs"
 
 

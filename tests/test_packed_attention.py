@@ -1,4 +1,4 @@
-"""Attention in blocks against attention in NumPy, and the arrays of programs that use it."""
+"""Attention inside samples against attention in NumPy, and the arrays of programs that use it."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from experiments.rl.policy import TINY
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.models import LanguageModel, token_log_probs
 from relibra_jax.models.attention import Attention
-from relibra_jax.models.block_attention import BLOCK, block_attention, first_keys, split_attention
+from relibra_jax.models.packed_attention import BLOCK, first_keys, packed_attention, split_attention
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh
 
 WIDTH, KV_HEADS = 6, 2
@@ -72,14 +72,16 @@ def oracle(query, key, value, segments, cotangent):
 
 @functools.partial(jax.jit, static_argnames="block")
 def with_gradients(query, key, value, segments, cotangent, *, block=8):
-    output, pull = jax.vjp(lambda *arrays: block_attention(*arrays, segments, block=block), query, key, value)
+    output, pull = jax.vjp(
+        lambda *arrays: packed_attention(*arrays, segments, block=block), query, key, value
+    )
     return output, *pull(cotangent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "heads"), [(24, 2), (29, 6), (5, 4)])
-def test_block_attention_equals_attention_over_all_pairs(length, heads, packed, dtype):
+def test_packed_attention_equals_attention_over_all_pairs(length, heads, packed, dtype):
     query, key, value, cotangent = (jnp.asarray(array, dtype) for array in inputs(length, heads))
     segments = segments_for(max(length, 20))[:, :length] if packed else None
     actual = with_gradients(query, key, value, segments, cotangent)

@@ -1,0 +1,63 @@
+"""Attention on NVIDIA GPUs of compute capability 8.0 or higher: one Triton kernel forward, two backward.
+
+Unlike the loops that XLA compiles, the kernels know the bounds of their loops on the device, so no step waits for the
+host. The kernels have not run on a GPU.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_ranges import block_ranges
+from pallas_kernels.triton.attention_kernels import (
+    Heads,
+    OutputGradient,
+    attention_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from pallas_kernels.triton.block_sizes import attention_blocks
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def flash_attention_triton(
+    query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, last: jax.Array, block: int
+) -> jax.Array:
+    """Compute `flash_attention` for bfloat16, float16 or float32, with heads of any width."""
+    return _forward(query, key, value, first, last, block)[0]
+
+
+def _forward(query: Any, key: Any, value: Any, first: Any, last: Any, _: int) -> tuple[jax.Array, Any]:
+    heads, (blocks, _) = _heads(query, key), attention_blocks(query, key)
+    ranges = block_ranges(first, last, blocks.height, blocks.step)
+    output, log_sum = attention_kernel(*map(_rows, (query, key, value)), ranges, heads=heads, blocks=blocks)
+    output, log_sum = output.reshape(query.shape), log_sum[:, : len(query)]
+    return output, (query, key, value, first, last, output, log_sum)
+
+
+def _backward(_: int, saved: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    query, key, value, first, last, output, log_sum = saved
+    heads, (_, blocks) = _heads(query, key), attention_blocks(query, key)
+    # The blocks are square, so one table of ranges serves both kernels.
+    ranges = block_ranges(first, last, blocks.height, blocks.step)
+    mean = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).T
+    room = len(ranges.first) - len(query)
+    log_sum, mean = (jnp.pad(array, [(0, 0), (0, room)]) for array in (log_sum, mean))
+    rows = *map(_rows, (query, key, value)), ranges, OutputGradient(_rows(gradient), log_sum, mean)
+    of_query = query_gradient_kernel(*rows, heads=heads, blocks=blocks)
+    of_key, of_value = key_gradient_kernel(*rows, heads=heads, blocks=blocks)
+    return of_query.reshape(query.shape), of_key.reshape(key.shape), of_value.reshape(key.shape), None, None
+
+
+flash_attention_triton.defvjp(_forward, _backward)
+
+
+def _heads(query: jax.Array, key: jax.Array) -> Heads:
+    return Heads(query.shape[1], key.shape[1], query.shape[2])
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Put the heads of a token next to each other, which moves nothing."""
+    return x.reshape(len(x), -1)
