@@ -4,8 +4,9 @@
 
 ``implementation=None`` never chooses a kernel that has not passed this check: results must not come from a kernel that
 was never verified on this GPU, with this driver and this version of JAX. The check compares the grouped MLP and all its
-gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles. It also checks
-that repeated runs give the same bits. It takes seconds. `pallas_kernels.verdicts` runs it and keeps its result.
+gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles; and attention
+inside packed samples, for implementations that have it. It also checks that repeated runs give the same bits. It takes
+seconds. `pallas_kernels.verdicts` runs it and keeps its result.
 
 On several hosts, run the command on each of them before the first launch, because all processes of a program must
 choose the same implementation.
@@ -14,7 +15,7 @@ choose the same implementation.
 import argparse
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -22,12 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.compare import check_close, same_bits
+from pallas_kernels.flash_attention.api import IMPLEMENTATIONS as flash_attention_implementations
+from pallas_kernels.flash_attention.api import flash_attention
 from pallas_kernels.grouped_mlp.api import grouped_mlp
 from pallas_kernels.implementation import why_not_ampere, why_not_hopper
 from pallas_kernels.verdicts import run_check
 
 SIZES: Final = ((640, 256), (4096, 1024))
 """The pairs of number of rows and width that are checked; the first gives small tiles, the second large ones."""
+ATTENTION_SIZES: Final = ((700, 64), (2048, 128))
+"""The pairs of number of tokens and width of a head that are checked."""
 REPEATS: Final = 20
 """The number of times that each result is computed again and compared bit for bit."""
 
@@ -38,27 +43,58 @@ def check_here(implementation: str) -> None:
     Raises:
         ValueError: if a result is wrong, or if two runs differ in any bit.
     """
+    for rows, width in SIZES:
+        check_case(implementation, f"{rows} rows of {width}", mlp_with_gradients, mlp_operands(rows, width))
+    if implementation in flash_attention_implementations:
+        for tokens, width in ATTENTION_SIZES:
+            name = f"attention of {tokens} tokens, heads of {width}"
+            check_case(implementation, name, attention_with_gradients, attention_operands(tokens, width))
+
+
+def check_case(
+    implementation: str, name: str, call: Callable[..., dict[str, Any]], operands: tuple[Any, ...]
+) -> None:
+    """Compare a call with that of blocked XLA, and with itself.
+
+    Args:
+        implementation: the implementation.
+        name: the name of the case in error messages.
+        call: the function ``(implementation, *operands) -> arrays by name``.
+        operands: the operands.
+    """
+    run_kernels, run_xla = (jax.jit(functools.partial(call, each)) for each in (implementation, "xla"))
+    result = run_kernels(*operands)
+    check_close(name, result, run_xla(*operands))
+    for _ in range(REPEATS):
+        if not same_bits(result, run_kernels(*operands)):
+            raise ValueError(f"{name}: two runs gave different bits")
+
+
+def mlp_operands(rows: int, width: int) -> tuple[Any, ...]:
+    """Return operands of a grouped MLP, with empty groups and NaN in the padding."""
     slots = 4, 2
     pattern = np.array([3, 0, 1, 2, 0, 1])
-    for rows, width in SIZES:
-        keys = jax.random.split(jax.random.key(0), 3)
-        sizes = (pattern * ((rows - 5) / pattern.sum())).astype(np.int32)
-        weights = jax.random.normal(keys[0], (sum(slots), 3, width, width), jnp.bfloat16) * width**-0.5
-        padding = np.arange(rows)[:, None] >= sizes.sum()
-        x, d_out = (
-            jnp.where(padding, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16))
-            for key in keys[1:]
-        )
-        buffers = weights[: slots[0]], weights[slots[0] :]
-        operands = x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
-        run_kernels, run_xla = (
-            jax.jit(functools.partial(mlp_with_gradients, name)) for name in (implementation, "xla")
-        )
-        result = run_kernels(*operands)
-        check_close(f"{rows} rows of {width}", result, run_xla(*operands))
-        for _ in range(REPEATS):
-            if not same_bits(result, run_kernels(*operands)):
-                raise ValueError(f"{rows} rows of {width}: two runs gave different bits")
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (pattern * ((rows - 5) / pattern.sum())).astype(np.int32)
+    weights = jax.random.normal(keys[0], (sum(slots), 3, width, width), jnp.bfloat16) * width**-0.5
+    padding = np.arange(rows)[:, None] >= sizes.sum()
+    x, d_out = (
+        jnp.where(padding, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16)) for key in keys[1:]
+    )
+    buffers = weights[: slots[0]], weights[slots[0] :]
+    return x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
+
+
+def attention_operands(tokens: int, width: int) -> tuple[Any, ...]:
+    """Return operands of attention inside samples of a tenth, a fifth and the rest of the tokens; some are padding."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, d_out = (jax.random.normal(key, (tokens, 4, width), jnp.bfloat16) for key in keys[:2])
+    key, value = (jax.random.normal(key, (tokens, 2, width), jnp.bfloat16) for key in keys[2:])
+    last = np.arange(tokens, dtype=np.int32)
+    starts = np.array([0, tokens // 10, tokens * 3 // 10], np.int32)
+    first = starts[np.searchsorted(starts, last, side="right") - 1]
+    first[-tokens // 50 :] = last[-tokens // 50 :]
+    return query, key, value, jnp.asarray(first), jnp.asarray(last), d_out
 
 
 def mlp_with_gradients(
@@ -77,6 +113,25 @@ def mlp_with_gradients(
     out, pull = jax.vjp(call, x, weights, scale)
     d_x, d_weights, d_scale = pull(d_out)
     return {"out": out, "d_x": d_x, "d_weights": d_weights, "d_scale": d_scale}
+
+
+def attention_with_gradients(
+    implementation: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    d_out: jax.Array,
+) -> dict[str, Any]:
+    """Return the output of attention and all its gradients, by name."""
+
+    def call(query, key, value):
+        return flash_attention(query, key, value, first, last, implementation=implementation)
+
+    out, pull = jax.vjp(call, query, key, value)
+    d_query, d_key, d_value = pull(d_out)
+    return {"out": out, "d_query": d_query, "d_key": d_key, "d_value": d_value}
 
 
 def reasons_not_to_check() -> dict[str, str | None]:

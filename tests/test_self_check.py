@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import gpu_interpreter
 
-from pallas_kernels import grouped_mlp, implementation, self_check, verdicts
+from pallas_kernels import flash_attention, grouped_mlp, implementation, self_check, verdicts
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.implementation import choose_implementation
 from pallas_kernels.self_check import check_here, main
@@ -116,6 +117,23 @@ def test_check_here_rejects_wrong_and_nondeterministic_results(monkeypatch):
     monkeypatch.setattr(self_check, "grouped_mlp", nondeterministic)
     with pytest.raises(ValueError, match="40 rows of 16: two runs gave different bits"):
         check_here("mosaic")
+
+
+def test_check_here_checks_attention_of_implementations_that_have_it(monkeypatch):
+    monkeypatch.setattr(self_check, "SIZES", ())
+    monkeypatch.setattr(self_check, "ATTENTION_SIZES", ((100, 8),))
+    monkeypatch.setattr(self_check, "REPEATS", 1)
+    with gpu_interpreter("triton"):
+        check_here("triton")
+
+    def wrong(*operands, implementation):
+        out = flash_attention(*operands, implementation="xla")
+        return out if implementation == "xla" else out.at[3].multiply(1.5)
+
+    monkeypatch.setattr(self_check, "flash_attention", wrong)
+    check_here("mosaic")
+    with pytest.raises(ValueError, match=r"attention of 100 tokens, heads of 8, array .*: the error is"):
+        check_here("triton")
 
 
 def test_main_skips_implementations_that_cannot_run(capsys):

@@ -12,7 +12,7 @@ It compiles these programs:
 - a stack whose layers dispatch tokens in two pieces;
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
-- attention in blocks, and a language model that uses it for packed sequences;
+- attention, and a language model that uses it for packed sequences;
 - layers on one node of 8 ranks whose replicas a kernel pulls;
 - the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family.
 

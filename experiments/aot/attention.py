@@ -1,5 +1,6 @@
-"""The check of a language model on packed sequences: what attention in blocks holds, and what runs beside it."""
+"""The check of a language model on packed sequences: what attention holds, and what runs beside it."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -11,17 +12,18 @@ from flax import nnx
 from experiments.aot.bytes import transfer_content
 from experiments.aot.checks import phase_of
 from experiments.aot.findings import Finding, print_findings, read_compiled
-from experiments.aot.hlo import Instruction, Program
+from experiments.aot.hlo import Program
 from experiments.aot.stack import FAST_COMPILATION, input_shapes, with_shardings
 from experiments.aot.ways import MODEL, TOPOLOGY, parallel_of
 from relibra_jax.execution import OVERLAP_OPTIONS
 from relibra_jax.execution.gating import Gating
 from relibra_jax.models import ModelConfig
+from relibra_jax.models.attention import attention_kernel
 from relibra_jax.models.language_model import abstract_model, model_maker
 from relibra_jax.models.packed_attention import packed_attention
 from relibra_jax.nnx import SequencePacking
 
-ATTENTION: Final = "attention in blocks, 32,768 tokens"
+ATTENTION: Final = "attention, 32,768 tokens"
 MODEL_NAME: Final = "language model, packed sequences"
 LAYERS: Final = 2
 CONFIG: Final = ModelConfig(
@@ -53,7 +55,7 @@ class Measured(NamedTuple):
     exchanges: int
     """The number of collectives of attention alone."""
     beside: Mapping[str, int]
-    """The number of exchanges of each phase that run beside a loop of attention."""
+    """The number of exchanges of each phase that run beside a kernel of attention."""
 
 
 def check_attention() -> None:
@@ -65,15 +67,16 @@ def check_attention() -> None:
 
 
 def compile_attention() -> jax.stages.Compiled:
-    """Compile attention in blocks and its gradients, with one sequence of many tokens for each rank."""
+    """Compile attention and its gradients, with one sequence of many tokens for each rank."""
     parallel = parallel_of("padded")
 
     def tokens(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         shape = (parallel.num_ranks, TOKENS, *shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.token_sharding)
 
+    on_rank = functools.partial(packed_attention, implementation=attention_kernel(parallel))
     attend: Any = jax.shard_map(
-        packed_attention, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
+        on_rank, mesh=parallel.mesh, in_specs=parallel.token_spec, out_specs=parallel.token_spec
     )
 
     def gradients(query, key, value, segments, cotangent):
@@ -109,18 +112,12 @@ def compile_gradients() -> jax.stages.Compiled:
 
 
 def count_beside(program: Program) -> dict[str, int]:
-    """Count the exchanges of replicas that run beside a loop of attention, by their phase."""
+    """Count the exchanges of replicas that run beside a kernel of attention, by their phase."""
     counts = dict.fromkeys(PHASES, 0)
     for transfer in program.transfers():
         if transfer.asynchronous and transfer_content(transfer) == "replicas":
-            counts[phase_of(transfer)] += any(_is_attention(program, one) for one in transfer.between)
+            counts[phase_of(transfer)] += any(map(program.is_attention, transfer.between))
     return counts
-
-
-def _is_attention(program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction is a loop over blocks of queries, which has a loop over blocks of keys inside."""
-    inner = (one for name in instruction.called for one in program.computations[name])
-    return instruction.opcode == "while" and any(one.opcode == "while" for one in inner)
 
 
 def judge_attention(measured: Measured) -> Iterator[Finding]:
@@ -129,7 +126,7 @@ def judge_attention(measured: Measured) -> Iterator[Finding]:
     yield Finding(
         ATTENTION,
         f"temporary memory below one head's scores of all pairs of tokens, {pairs / 1e9:.1f} GB",
-        f"{measured.temporary / 1e9:.1f} GB",
+        f"{measured.temporary / 1e6:.0f} MB",
         measured.temporary < pairs,
     )
     yield Finding(ATTENTION, "no exchange", f"{measured.exchanges} exchanges", measured.exchanges == 0)

@@ -209,6 +209,10 @@ class Program:
             )
         return instruction.opcode == "custom-call" and "mosaic_gpu" in instruction.attributes
 
+    def is_attention(self, instruction: Instruction) -> bool:
+        """Return whether an instruction is a Triton kernel of `pallas_kernels.flash_attention`."""
+        return instruction.opcode == "custom-call" and "flash_attention" in instruction.op_name
+
     @cached_property
     def _wrapped(self) -> set[str]:
         """The computations inside fusions and async pairs, whose collectives are counted at their callers."""

@@ -18,8 +18,10 @@ from experiments.aot.gpus import GPUS, KIB
 from experiments.aot.kernels import KERNELS, MOST_SPILLED
 from pallas_kernels.hopper.tile_sizes import REPLICAS
 
+NUM_KERNELS: Final = (KERNELS["products"], KERNELS["mlp"], 3)
+"""The numbers of kernels of the grouped product, of the MLP and of attention, with gradients."""
 REQUIREMENT: Final = (
-    f"grouped product and MLP with gradients: {KERNELS['products']} and {KERNELS['mlp']} Triton kernels, at most"
+    f"grouped product, MLP and attention with gradients: {', '.join(map(str, NUM_KERNELS))} Triton kernels, at most"
     f" {MOST_SPILLED} bytes spilled per kernel, within shared memory"
 )
 
@@ -87,15 +89,15 @@ def compile_triton(case: TritonCase) -> dict[str, Kernel] | str:
 
 
 def read_kernels(assembled: str, launches: str) -> dict[str, Kernel]:
-    """Return the grouped kernels by name, of those that appear in both texts.
+    """Return the kernels of `pallas_kernels` by name, of those that appear in both texts.
 
     Args:
         assembled: the text that ptxas printed.
         launches: XLA's list of the kernel launches of a program.
     """
-    pattern = r"entry function '(grouped_\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    pattern = r"entry function '((?:grouped|flash)_\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
     usage = {name: numbers for name, *numbers in re.findall(pattern, assembled, re.DOTALL)}
-    shared = dict(re.findall(r"(grouped_\w+) grid: .*shared_memory: (\d+) bytes", launches))
+    shared = dict(re.findall(r"((?:grouped|flash)_\w+) grid: .*shared_memory: (\d+) bytes", launches))
     return {
         name: Kernel(int(registers), int(spilled), int(shared[name]))
         for name, (spilled, registers) in usage.items()
@@ -115,5 +117,5 @@ def judge_triton(compiled: Mapping[TritonCase, Mapping[str, Kernel] | str]) -> I
             f"{len(kernels)} kernels, at most {registers} registers, {spilled} bytes spilled,"
             f" {shared / KIB:.0f} of {limit // KIB} KiB"
         )
-        good = len(kernels) == sum(KERNELS.values()) and spilled <= MOST_SPILLED and shared <= limit
+        good = len(kernels) == sum(NUM_KERNELS) and spilled <= MOST_SPILLED and shared <= limit
         yield Finding(case.name, REQUIREMENT, result, good)

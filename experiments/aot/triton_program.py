@@ -3,21 +3,28 @@
     python -m experiments.aot.triton_program A100 Qwen3-30B-A3B 2
 
 The arguments are a name in `GPUS`, a name in `MODELS`, and the numbers of slots of the weight buffers other than the
-homes. The program computes the grouped product and the grouped MLP, both with gradients, inside `jax.shard_map` as a
-layer does, at the shape of one rank of eight. `experiments.aot.triton_kernels` runs it as a separate process, because
-XLA reports on kernels only in logs and dumps, which must be enabled before XLA starts.
+homes. The program computes the grouped product, the grouped MLP and attention, all with gradients, inside
+`jax.shard_map` as a layer does, at the shape of one rank of eight. `experiments.aot.triton_kernels` runs it as a
+separate process, because XLA reports on kernels only in logs and dumps, which must be enabled before XLA starts.
 """
 
 import functools
 import sys
+from typing import Final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.gpus import GPUS, gpu_mesh
 from experiments.aot.kernels import ROWS
-from pallas_kernels import grouped_dot, grouped_mlp
+from pallas_kernels import flash_attention, grouped_dot, grouped_mlp
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS
+
+TOKENS: Final = 8192
+HEADS: Final = 32
+KEY_HEADS: Final = 4
+HEAD_WIDTH: Final = 128
+"""The sizes of attention, those of Qwen3-30B-A3B."""
 
 
 def compile_program(gpu: str, model: str, copies: list[int]) -> None:
@@ -39,18 +46,22 @@ def compile_program(gpu: str, model: str, copies: list[int]) -> None:
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=rank_spec, out_specs=rank_spec)
-    def program(rows, dot_weights, mlp_weights, sizes, scale, d_dot):
+    def program(rows, dot_weights, mlp_weights, sizes, scale, d_dot, tokens, keys, ranges):
         def mlp(rows, weights, scale):
             return grouped_mlp(rows, weights, sizes, scale, implementation="triton")
 
         dot = functools.partial(grouped_dot, group_sizes=sizes, implementation="triton")
         product, pull_product = jax.vjp(dot, rows, dot_weights)
         out, pull_out = jax.vjp(mlp, rows, mlp_weights, scale)
-        return product, out, pull_product(d_dot), pull_out(rows)
+        attend = functools.partial(flash_attention, first=ranges, last=ranges, implementation="triton")
+        attention, pull_attention = jax.vjp(attend, tokens, keys, keys)
+        return product, out, attention, pull_product(d_dot), pull_out(rows), pull_attention(attention)
 
     rows, d_dot = array(ROWS, shape.width), array(ROWS, shape.expert_width)
     scale, sizes = array(ROWS, dtype="float32"), array(sum(slots), dtype="int32")
-    program.lower(rows, weights(), weights(3), sizes, scale, d_dot).compile()
+    tokens, keys = (array(TOKENS, heads, HEAD_WIDTH) for heads in (HEADS, KEY_HEADS))
+    ranges = array(TOKENS, dtype="int32")
+    program.lower(rows, weights(), weights(3), sizes, scale, d_dot, tokens, keys, ranges).compile()
 
 
 if __name__ == "__main__":
