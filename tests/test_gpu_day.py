@@ -80,6 +80,15 @@ def test_speed_is_rehearsed(steps, capsys):
 
 
 @pytest.mark.slow
+def test_speed_of_attention_is_rehearsed(steps, capsys):
+    lines = rehearse(steps["attention, 8192 tokens"], capsys)
+    assert [(facts["attention"], facts["part"], facts["samples"]) for facts in lines] == [
+        ("xla", part, samples) for samples in (1, 4, 16) for part in ("forward", "with gradients")
+    ]
+    assert all(facts["teraflops"] > 0 for facts in lines)
+
+
+@pytest.mark.slow
 def test_why_rehearses_stragglers_and_the_layer(steps, capsys):
     of_planners = {facts["planner"]: facts for facts in rehearse(steps["stragglers"], capsys)}
     assert list(of_planners) == ["static", "eplb", "relibra", "balanced"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from experiments.gpu_day.operations import OWN_KERNELS
-from experiments.gpu_day.steps import SPEEDS, day_steps
+from experiments.gpu_day.steps import ATTENTION_TOKENS, SPEEDS, day_steps
 
 OPERATIONS: Final = (
     "forward",
@@ -31,7 +31,18 @@ def report(lines: Lines) -> str:
         The tables, without rehearsals. Cells without a measurement are empty.
     """
     measured = [line for line in lines if not line["rehearsal"]]
-    parts = (_machine, _checks, _speeds, _baselines, _stragglers, _layer, _full_layer, _exchanges, _host)
+    parts = (
+        _machine,
+        _checks,
+        _speeds,
+        _baselines,
+        _attention,
+        _stragglers,
+        _layer,
+        _full_layer,
+        _exchanges,
+        _host,
+    )
     return "\n".join("\n".join([*part(measured), ""]) for part in parts).rstrip()
 
 
@@ -154,6 +165,25 @@ def _exchanges(lines: Lines) -> Iterator[str]:
         if "products" in line:
             step, branch = line["microseconds"]["branch"], line["branch_microseconds"]
             yield f"| {line['products']} | {step:.0f} | {branch:.0f} |"
+
+
+def _attention(lines: Lines) -> Iterator[str]:
+    yield "Attention of one sequence with 32 heads, 4 key heads and samples of equal length:"
+    yield from (
+        "",
+        "| tokens | samples | by | forward, ms | with gradients, ms | TFLOP/s |",
+        "|---:|---:|---|---:|---:|---:|",
+    )
+    parts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for tokens in ATTENTION_TOKENS:
+        for line in _facts(lines, f"attention, {tokens} tokens"):
+            if "attention" in line:
+                of_parts = parts.setdefault((tokens, line["samples"], line["attention"]), {})
+                of_parts[line["part"]] = line
+    for (tokens, samples, name), of_parts in parts.items():
+        times = (f"{of_parts[part]['milliseconds']:.2f}" for part in ("forward", "with gradients"))
+        rate = of_parts["with gradients"]["teraflops"]
+        yield f"| {tokens:,} | {samples} | {name} | {' | '.join(times)} | {rate:.0f} |"
 
 
 def _host(lines: Lines) -> Iterator[str]:

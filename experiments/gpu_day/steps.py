@@ -24,6 +24,8 @@ SPEEDS: Final = (
     ("GLM-4.5-106B-A12B", 1024),
 )
 """The pairs of model and mean rows per group for which throughput is measured, the most important first."""
+ATTENTION_TOKENS: Final = (8192, 32768)
+"""The lengths of the sequences for which attention is measured."""
 TUNED_MODEL: Final = "Qwen3-30B-A3B"
 """The model for which layer and stragglers are measured and tile sizes are tuned."""
 _CORRECTNESS: Final = "experiments.gpu_day.correctness"
@@ -100,6 +102,15 @@ def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
     needs = ("plan", *(step.name for step in checks))
     speed = (
         plan,
+        *(
+            Step(
+                f"attention, {tokens} tokens",
+                "experiments.gpu_day.attention:measure_attention",
+                (tokens,),
+                90,
+            )
+            for tokens in ATTENTION_TOKENS
+        ),
         *(
             Step(
                 f"speed of {model}, {rows} rows",
