@@ -282,6 +282,18 @@ def test_cost_model_prices_what_an_update_sends_but_for_the_repeated_dispatch():
     assert all(each.good for each in priced_and_sent())
 
 
+def test_sums_of_residents_over_groups_are_not_priced_as_their_transfer():
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2, resident_slots=1)
+    parallel = ExpertParallel(
+        mesh=expert_mesh(topology), topology=topology, capacities=buffers(11, 4), path="hierarchical"
+    )
+    sent = {("return", "data"): 5, ("dense", "data"): 7}
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    compared = compare_bytes(sent, config, parallel, tokens=24, micro_batches=3, updates=1)
+    (over_groups,) = (each for each in compared if each.axes == "data")
+    assert (over_groups.content, over_groups.sent, over_groups.good) == ("dense", 12, True)
+
+
 @pytest.mark.parametrize("factor", [0.8, 1.3])
 def test_compared_bytes_can_be_too_few_and_too_many(factor):
     wrong = [

@@ -72,7 +72,9 @@ def compare_bytes(
     """
     joined: dict[tuple[str, Axes], float] = {}
     for (content, axes), size in sent.items():
-        name = "residents" if content in ("push", "return") else content
+        # The returned gradients of groups are summed over them once an update, like those of other experts.
+        moved = content in ("push", "return")
+        name = "dense" if moved and axes == "data" else "residents" if moved else content
         joined[name, axes] = joined.get((name, axes), 0) + size
     priced = priced_bytes(config, parallel, tokens=tokens, micro_batches=micro_batches, updates=updates)
     keys = sorted({*joined, *priced})

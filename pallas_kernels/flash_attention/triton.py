@@ -30,24 +30,26 @@ def flash_attention_triton(
 
 
 def _forward(query: Any, key: Any, value: Any, first: Any, last: Any, _: int) -> tuple[jax.Array, Any]:
-    heads, (blocks, _) = _heads(query, key), attention_blocks(query, key)
+    heads, (blocks, __) = _heads(query, key), attention_blocks(query, key)
     ranges = block_ranges(first, last, blocks.height, blocks.step)
-    output, log_sum = attention_kernel(*map(_rows, (query, key, value)), ranges, heads=heads, blocks=blocks)
+    output, log_sum = attention_kernel(
+        _rows(query), _rows(key), _rows(value), ranges, heads=heads, blocks=blocks
+    )
     output, log_sum = output.reshape(query.shape), log_sum[:, : len(query)]
     return output, (query, key, value, first, last, output, log_sum)
 
 
 def _backward(_: int, saved: Any, gradient: jax.Array) -> tuple[Any, ...]:
     query, key, value, first, last, output, log_sum = saved
-    heads, (_, blocks) = _heads(query, key), attention_blocks(query, key)
+    heads, (__, blocks) = _heads(query, key), attention_blocks(query, key)
     # The blocks are square, so one table of ranges serves both kernels.
     ranges = block_ranges(first, last, blocks.height, blocks.step)
     mean = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).T
-    room = len(ranges.first) - len(query)
-    log_sum, mean = (jnp.pad(array, [(0, 0), (0, room)]) for array in (log_sum, mean))
-    rows = *map(_rows, (query, key, value)), ranges, OutputGradient(_rows(gradient), log_sum, mean)
-    of_query = query_gradient_kernel(*rows, heads=heads, blocks=blocks)
-    of_key, of_value = key_gradient_kernel(*rows, heads=heads, blocks=blocks)
+    padding = [(0, 0), (0, len(ranges.first) - len(query))]
+    of_output = OutputGradient(_rows(gradient), jnp.pad(log_sum, padding), jnp.pad(mean, padding))
+    rows = _rows(query), _rows(key), _rows(value)
+    of_query = query_gradient_kernel(*rows, ranges, of_output, heads=heads, blocks=blocks)
+    of_key, of_value = key_gradient_kernel(*rows, ranges, of_output, heads=heads, blocks=blocks)
     return of_query.reshape(query.shape), of_key.reshape(key.shape), of_value.reshape(key.shape), None, None
 
 

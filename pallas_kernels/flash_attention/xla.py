@@ -77,9 +77,10 @@ def _backward(block, saved, gradient):
         of_query, *sums = jax.lax.fori_loop(ranges.key_begin, ranges.key_end, step, start)
         return tuple(sums), of_query.astype(query.dtype)
 
-    sums = match_varying_axes(query, *(jnp.zeros(array.shape, jnp.float32) for array in (keys, values)))[1:]
+    zeros = (jnp.zeros(array.shape, jnp.float32) for array in (keys, values))
+    start = tuple(match_varying_axes(query, *zeros)[1:])
     blocks = (queries, ranges, log_sums, gradients, means)
-    sums, of_queries = jax.lax.scan(of_block, tuple(sums), blocks)
+    sums, of_queries = jax.lax.scan(of_block, start, blocks)
     of_key, of_value = (_from_blocks(array, key.shape).astype(key.dtype) for array in sums)
     return _from_blocks(of_queries, query.shape), of_key, of_value, None, None
 

@@ -54,7 +54,7 @@ class OutputGradient(NamedTuple):
 class Heads(NamedTuple):
     """The heads and their width."""
 
-    count: int
+    query_heads: int
     """The number of query heads."""
     key_heads: int
     """The number of key heads."""
@@ -64,7 +64,7 @@ class Heads(NamedTuple):
     @property
     def group(self) -> int:
         """The number of query heads of a key head."""
-        return self.count // self.key_heads
+        return self.query_heads // self.key_heads
 
     def columns(self, head: Any, size: int) -> Span:
         """Return the columns of a head in a row of all heads, with ``size`` of them for a power of two."""
@@ -124,9 +124,9 @@ def attention_kernel(
     tiles = len(ranges.key_begin)
     outs = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((heads.count, tiles * blocks.height), jnp.float32),
+        jax.ShapeDtypeStruct((heads.query_heads, tiles * blocks.height), jnp.float32),
     ]
-    grid = (tiles, heads.count)
+    grid = (tiles, heads.query_heads)
     output, log_sum = launch(body, operands, outs, grid=grid, blocks=blocks, name="flash_attention")
     return output, log_sum
 
@@ -181,7 +181,7 @@ def query_gradient_kernel(
         body,
         (operands, of_output),
         [jax.ShapeDtypeStruct(query.shape, query.dtype)],
-        grid=(len(ranges.key_begin), heads.count),
+        grid=(len(ranges.key_begin), heads.query_heads),
         blocks=blocks,
         name="flash_attention_query_gradient",
     )

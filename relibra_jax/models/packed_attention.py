@@ -43,8 +43,10 @@ def packed_attention(
     last = jnp.arange(samples * length, dtype=jnp.int32)
     first = jnp.zeros((samples, length), jnp.int32) if segments is None else first_keys(segments)
     first = (first + length * jnp.arange(samples, dtype=jnp.int32)[:, None]).reshape(-1)
-    rows = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    output = flash_attention(*rows, first, last, block=block, implementation=implementation)
+    query_rows, keys, values = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    output = flash_attention(
+        query_rows, keys, values, first, last, block=block, implementation=implementation
+    )
     return output.reshape(query.shape)
 
 
