@@ -59,7 +59,7 @@ def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_sa
     with ThreadPoolExecutor(1) as beside:
         ahead = PlanAhead(trainer.state, trainer.config, beside, StepClock())
         examples = trainer.sampler.examples(0)
-        responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch)
+        responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch).responses
         assert ahead.wait() >= 0
     [((load, tokens, *_), ended)] = calls
     assert 16 <= ended.sum() < 32

@@ -306,7 +306,7 @@ def test_trainer_generates_and_learns_with_the_tokenizer_of_a_checkpoint(checkpo
     )
     trainer = Trainer(config, 0, tokenizer=tokenizer)
     examples = trainer.sampler.examples(0)
-    actual = trainer.sampler.respond(examples, jax.random.key(0))
+    actual = trainer.sampler.respond(examples, jax.random.key(0)).responses
     assert tokenizer.size < 320
     assert tokenizer.allowed(320)[actual.tokens[actual.response_mask]].all()
     assert (actual.tokens[~actual.mask] == tokenizer.pad).all()

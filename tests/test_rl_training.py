@@ -80,7 +80,9 @@ def recorded():
     trainer = Trainer(small(), 0)
     batches = []
     for number in range(UPDATES):
-        responses = trainer.sampler.respond(trainer.sampler.examples(number), jax.random.key(number))
+        responses = trainer.sampler.respond(
+            trainer.sampler.examples(number), jax.random.key(number)
+        ).responses
         reward = np.random.default_rng(number).random(len(responses.tokens), np.float32)
         batches.append((responses, Rewards(reward, np.ones(len(reward), bool), [])))
     return logical(trainer), batches

@@ -11,7 +11,7 @@ from flax import nnx
 from support.damage import files_under
 from support.runs import SIZES, SMALL
 
-from experiments.rl import rollout as rollouts
+from experiments.engines import embedded
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
 from experiments.rl.targets import compute_targets
@@ -51,14 +51,14 @@ def stepped(smallest_policy, tmp_path_factory):
     folder, seen = tmp_path_factory.mktemp("stepped"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.state.FIRST_CAPACITIES", dataclasses.replace(SIZES, rows=2048))
-        generate, generated = rollouts.generate_in_waves, []
+        generate, generated = embedded.generate_in_waves, []
 
         def recording(policy, prompts, lengths, keys, **options):
             responses = generate(policy, prompts, lengths, keys, **options)
             generated.append((np.asarray(lengths), jax.device_get(responses)))
             return responses
 
-        patch.setattr(rollouts, "generate_in_waves", recording)
+        patch.setattr(embedded, "generate_in_waves", recording)
         trainer = make()
         for number in range(3):
             if number == 2:

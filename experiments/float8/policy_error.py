@@ -148,7 +148,7 @@ def recompute_all(run: Path, settings: Train, config: Float8Error) -> Iterator[R
     for number in range(config.batches):
         first = trainers[REFERENCES[0]]
         key = jax.random.fold_in(jax.random.key(EVALUATION), number)
-        responses = first.sampler.respond(first.prompts.groups((EVALUATION, number)), key)
+        responses = first.sampler.respond(first.prompts.groups((EVALUATION, number)), key).responses
         recomputes = Recomputes({}, {})
         for dtype, trainer in trainers.items():
             trainer.state.balancer.discard()

@@ -5,6 +5,7 @@ The docstrings of fields are the command line's help texts. Help keeps their lin
 
 import dataclasses
 import functools
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Annotated, Final
 
 import tyro
 
+from experiments.engines.settings import EngineRequests
 from experiments.float8.hot_ranks import HotRanks
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.dapo import Dapo
@@ -150,6 +152,10 @@ class Train:
     split_samples: bool = False
     """Whether the ranks of a node share its packed samples evenly, so that no rank waits for a long sample.
     Attention then gathers keys and values inside the node. Needs ``pack_sequences``."""
+    engine: tuple[str, ...] = ()
+    """The addresses of servers that sample the responses, such as http://host:30000, with SGLang's interface.
+    They get the weights of every update, and need a ``model``. With none, the run samples on its own devices."""
+    requests: EngineRequests = dataclasses.field(default_factory=EngineRequests)
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
     watch_every: int = 16
@@ -211,6 +217,7 @@ class Train:
         self._check_algorithm()
         self._check_window()
         self._check_routing()
+        self._check_engine()
         self._check_memory()
 
     def _check_names(self) -> None:
@@ -385,11 +392,34 @@ class Train:
                 " it records the routing that updates replay"
             )
 
+    def _check_engine(self) -> None:
+        """Check that the servers have addresses, and that no setting of the own sampler is for them."""
+        if not self.engine:
+            if self.requests != EngineRequests():
+                raise ValueError(f"engine is empty, so nothing uses {self.requests}")
+            return
+        for address in self.engine:
+            if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
+                raise ValueError(f"engine {address!r} must be an address such as http://host:30000")
+        if self.model is None:
+            raise ValueError(
+                f"engine={' '.join(self.engine)} needs a model: servers load checkpoints, and policy={self.policy} has"
+                " none; `python -m experiments.examples.tiny_checkpoint` makes one"
+            )
+        for name in ("wave_samples", "float8_above"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)} is for sampling without an engine")
+        if self.requests.bad_answers == "drop" and self.algorithm_entry.windows:
+            raise ValueError(
+                f"requests.bad_answers=drop is not for algorithm={self.algorithm}: it continues the responses"
+            )
+
     def _check_memory(self) -> None:
         """Check the largest arrays: the keys and values of a wave on a rank, and the random numbers of the searches."""
         tokens, samples = self.prompt_tokens + self.response_tokens, self.samples_at_once // self.num_ranks
-        purpose = f"generating {samples} samples of {tokens} tokens at a time on each rank (wave_samples)"
-        check_memory(purpose, samples * tokens * self.model_config.cache_bytes)
+        if not self.engine:
+            purpose = f"generating {samples} samples of {tokens} tokens at a time on each rank (wave_samples)"
+            check_memory(purpose, samples * tokens * self.model_config.cache_bytes)
         # A search step draws at least one number for every micro-batch, or for every expert of a rank.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),

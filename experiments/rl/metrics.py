@@ -82,6 +82,34 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "response/most_policies": Metric(
             "policies", "number of policies that sampled the longest response; null except in T-PPO"
         ),
+        "rollout/sync_seconds": Metric(
+            "s", "writing the weights and waiting until servers have loaded them; null without an engine"
+        ),
+        "rollout/sync_bytes": Metric("bytes", "weights written for servers; null without an engine"),
+        "rollout/retried": Metric(
+            "requests",
+            "requests repeated because an answer was bad or a server did not answer; null without an engine",
+        ),
+        "rollout/dropped": Metric(
+            "samples", "samples left out because all their answers were bad; null without an engine"
+        ),
+        "rollout/filled_share": Metric(
+            "share",
+            "share of tokens whose route the engine did not record, and which have that of the token before; null"
+            " without an engine",
+        ),
+        "mismatch/log_prob": Metric(
+            "nats a token",
+            "mean absolute difference between the log-probabilities of the rollout and of the recompute",
+        ),
+        "mismatch/log_prob_quantiles": Metric(
+            "nats a token", "its quantiles at 0.5, 0.9, 0.99 and 1", listed=True
+        ),
+        "mismatch/log_prob_by_position": Metric(
+            "nats a token",
+            "its mean in each tenth of the longest response; null where no response has a token",
+            listed=True,
+        ),
         "policy/loss": Metric("loss", "clipped policy loss in the last epoch"),
         "policy/kl": Metric(
             "nats a token", "estimate of KL(old, new) in the last epoch, never negative: rho - 1 - log rho"
@@ -201,11 +229,16 @@ ALGORITHM_METRICS: Final = (
     "response/carried",
     "response/unfinished",
     "response/most_policies",
+    "rollout/sync_seconds",
+    "rollout/sync_bytes",
+    "rollout/retried",
+    "rollout/dropped",
+    "rollout/filled_share",
     "critic/loss",
     "critic/explained_variance",
     "critic/not_finite",
 )
-"""The metrics of some algorithms only, null in the lines of the others."""
+"""The metrics of some algorithms or engines only, null in the lines of the others."""
 
 
 def names_of(kind: str) -> frozenset[str]:

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from experiments.float8.hot_ranks import in_float8
+from experiments.engines.embedded import EmbeddedEngine
+from experiments.engines.http import HttpEngine
+from experiments.engines.protocol import Generation, RolloutEngine, Sampling, Sent
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
 from experiments.rl.generation import Responses, Watch
@@ -23,7 +25,6 @@ from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
-from experiments.rl.waves import generate_in_waves
 from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, join_windows
 from relibra_jax.contract.types import Array
 
@@ -63,6 +64,9 @@ class Sampler:
 
     def __init__(self, config: Train, seed: int, state: State, prompts: Prompts):
         self.config, self.seed, self.state, self.prompts = config, seed, state, prompts
+        self.engine = make_engine(config, state)
+        self._generations: list[Generation] = []
+        self._sent = Sent()
 
     def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
         """Sample the responses of the next step, and start to score them.
@@ -76,18 +80,25 @@ class Sampler:
             The rollout.
         """
         entry = self.config.algorithm_entry
+        self._generations, self._sent = [], Sent()
         if entry.windows:
-            return self._window(executor, watch, clock)
-        if entry.dynamic_sampling:
-            return self._dynamic_sampling(executor, clock)
+            rollout = self._window(executor, watch, clock)
+        elif entry.dynamic_sampling:
+            rollout = self._dynamic_sampling(executor, clock)
+        else:
+            rollout = self._whole_responses(executor, watch, clock)
+        return rollout._replace(metrics={**rollout.metrics, **self._measure_engine()})
+
+    def _whole_responses(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
+        """Sample a whole response for every sample of the batch."""
         examples = self.examples(self.state.step)
         with clock("generate"):
-            responses = self.respond(examples, self._key(), watch=watch)
-        scoring = executor.submit(self.score, examples, responses, clock)
+            responses, _, dropped, *_ = self.respond(examples, self._key(), watch=watch)
+        scoring = executor.submit(self.score, examples, responses, clock, ~dropped)
         return Rollout(
             responses,
             new_mask=responses.response_mask,
-            finished=np.ones(len(examples), bool),
+            finished=~dropped,
             rewards=lambda: share_rewards(scoring.result()),
             carried=None,
             tokens_run=int(responses.mask.sum()),
@@ -103,9 +114,11 @@ class Sampler:
             number = len(rollouts)
             examples = self.examples(self.state.step, number)
             with clock("generate"):
-                responses = self.respond(examples, jax.random.fold_in(self._key(), number))
+                generation = self.respond(examples, jax.random.fold_in(self._key(), number))
+            responses, finished = generation.responses, ~generation.dropped
             with clock("score_wait"):
-                rewards = share_rewards(executor.submit(self.score, examples, responses, clock).result())
+                scoring = executor.submit(self.score, examples, responses, clock, finished)
+                rewards = share_rewards(scoring.result())
             rollouts.append((responses, rewards))
             differ = np.append(differ, rewards_differ(rewards, responses_per_prompt=per_prompt))
         chosen = choose_prompts(differ, config.prompts)
@@ -144,7 +157,9 @@ class Sampler:
         context = config.prompt_tokens + config.response_tokens - config.window
         rows, examples = self.next_rows(carried)
         with clock("generate"):
-            window = self._generate(rows.tokens[:, :context], rows.lengths, config.window, self._key(), watch)
+            window = self._generate(
+                rows.tokens[:, :context], rows.lengths, config.window, self._key(), watch
+            ).responses
         responses = join_windows(rows, window)
         lengths = responses.response_mask.sum(1)
         finished = responses.ended | (lengths == config.response_tokens)
@@ -195,8 +210,8 @@ class Sampler:
         """Draw the examples of one rollout of a step, each repeated for all its responses."""
         return self.prompts.groups((self.seed, PROMPTS, step, *([rollout] if rollout else [])))
 
-    def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Responses:
-        """Sample a whole response to each example's prompt, with random keys of their own, and copy all to the host.
+    def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Generation:
+        """Sample a whole response to each example's prompt, with random keys of their own.
 
         Args:
             examples: the examples, each repeated for all its responses.
@@ -204,7 +219,7 @@ class Sampler:
             watch: a callback to call during generation. None for no callback.
 
         Returns:
-            The responses.
+            The responses, on the host, and those that were dropped.
         """
         config = self.config
         prompts, lengths = self.prompts.encode(examples)
@@ -256,25 +271,54 @@ class Sampler:
         watch: Watch | None,
         *,
         responses_per_prompt: int = 1,
-    ) -> Responses:
+    ) -> Generation:
         config, state, tokenizer = self.config, self.state, self.prompts.tokenizer
-        policy, float8 = state.on_devices().policy, config.float8_rollout
-        return generate_in_waves(
-            policy if float8 is None else in_float8(policy, float8),
-            prompts,
-            lengths,
-            jax.random.split(key, len(prompts)),
-            parallel=state.balancer.live,
-            wave_samples=config.wave_samples,
+        sampling = Sampling(
             max_new_tokens=max_new_tokens,
-            responses_per_prompt=responses_per_prompt,
             temperature=config.temperature,
             top_p=config.top_p,
             ends=tokenizer.ends,
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
+        )
+        sent = self.engine.sync(state.agent.policy, state.step)
+        self._sent = Sent(self._sent.bytes + sent.bytes, self._sent.seconds + sent.seconds)
+        generation = self.engine.generate(
+            prompts,
+            lengths,
+            jax.random.split(key, len(prompts)),
+            sampling,
+            responses_per_prompt=responses_per_prompt,
             watch=watch,
         )
+        self._generations.append(generation)
+        return generation
+
+    def _measure_engine(self) -> dict[str, Any]:
+        """Return the metrics of the servers of a step. Without servers there are none."""
+        if not self.config.engine:
+            return {}
+        tokens = sum(int(each.responses.mask.sum()) for each in self._generations)
+        return {
+            "rollout/sync_seconds": self._sent.seconds,
+            "rollout/sync_bytes": self._sent.bytes,
+            "rollout/retried": sum(each.retried for each in self._generations),
+            "rollout/dropped": sum(int(each.dropped.sum()) for each in self._generations),
+            "rollout/filled_share": sum(each.filled for each in self._generations) / max(tokens, 1),
+        }
 
     def _key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), self.state.step)
+
+
+def make_engine(config: Train, state: State) -> RolloutEngine:
+    """Return the engine of a run: the servers of its settings, or the sampler on its own devices."""
+    if config.engine:
+        assert config.model is not None
+        return HttpEngine(config.engine, config.model, config.model_config, config.requests)
+    return EmbeddedEngine(
+        lambda: state.on_devices().policy,
+        state.balancer.live,
+        wave_samples=config.wave_samples,
+        float8=config.float8_rollout,
+    )

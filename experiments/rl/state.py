@@ -165,7 +165,7 @@ def run_sizes(config: Train) -> RunSizes:
         chunk_tokens=config.chunk_tokens,
         state_memory=config.state_memory,
         batch_memory=config.batch_memory,
-        samples=config.samples_at_once // config.num_ranks,
+        samples=0 if config.engine else config.samples_at_once // config.num_ranks,
         columns=tokens,
         prompt_tokens=context,
         responses=1 if windows else config.responses_per_prompt,

@@ -56,6 +56,26 @@ def measure_responses(rollout: Rollout, samples_at_once: int) -> dict[str, Any]:
     }
 
 
+def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult) -> dict[str, Any]:
+    """Compare the log-probabilities of the tokens of this rollout with those of the recompute."""
+    difference = np.abs(rollout.responses.log_probs - recomputed.old_log_probs)
+    sample, column = np.nonzero(rollout.new_mask)
+    values = difference[sample, column].astype(np.float64)
+    # The positions in responses, whose first token follows the prompt.
+    position = column - rollout.responses.response_mask.argmax(1)[sample]
+    tenths = position * 10 // max(int(position.max(initial=0)) + 1, 1)
+    counts, sums = np.bincount(tenths, minlength=10), np.bincount(tenths, values, minlength=10)
+    return {
+        "mismatch/log_prob": mean_or_none(values),
+        "mismatch/log_prob_quantiles": np.quantile(values, (0.5, 0.9, 0.99, 1)).tolist()
+        if values.size
+        else None,
+        "mismatch/log_prob_by_position": [
+            float(total / count) if count else None for total, count in zip(sums, counts, strict=True)
+        ],
+    }
+
+
 def measure_policy(metrics: StepMetrics) -> dict[str, float]:
     """Compute the metrics of the policy's updates."""
     return {

@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.console import Console
 
+from experiments.engines.servers import EngineError
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices, overlap_exchanges
 from experiments.rl.metrics import FAILURES
@@ -136,14 +137,28 @@ def stop_signals() -> Iterator[threading.Event]:
 def _run_seed(run: _Run, seed: int) -> bool:
     """Run or resume one seed; return False if it was stopped before its end."""
     config, folder = run.config, run.folder / f"seed-{seed}"
-    trainer = Trainer(config, seed, task=run.task)
+    with contextlib.closing(Trainer(config, seed, task=run.task)) as trainer:
+        return _run_trainer(run, seed, trainer, folder)
+
+
+def _run_trainer(run: _Run, seed: int, trainer: Trainer, folder: Path) -> bool:
+    """Run or resume one seed with its trainer."""
+    config = run.config
     recorded = range(max(config.warmup_steps, trainer.total_steps - config.record), trainer.total_steps)
     options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         if manager.latest_step() is not None:
             trainer.restore(manager, verify=config.verify)
         with _open_log(run, seed, folder, trainer.state.step) as log:
-            _train(run, trainer, folder, manager, log, recorded)
+            try:
+                _train(run, trainer, folder, manager, log, recorded)
+            except EngineError as error:
+                # No step has begun to change the state, so nothing is lost.
+                if manager.latest_step() != trainer.state.step:
+                    trainer.state.save(manager)
+                    manager.wait_until_finished()
+                saved = f"saved step {trainer.state.step}; resume with: {run.group.command}"
+                raise EngineError(f"{error}; {saved}") from None
         if manager.latest_step() != trainer.state.step:
             trainer.state.save(manager)
     finished = trainer.state.step == trainer.total_steps
@@ -240,6 +255,10 @@ def _check_planner(config: Train) -> None:
 def _check_processes(config: Train) -> None:
     """Check that ranks fit the processes, and that all processes have the same settings."""
     processes, local = process_count(), config.topology.ranks_per_node
+    if config.engine and processes > 1:
+        raise ValueError(
+            f"engine={' '.join(config.engine)} is for runs of one process, and there are {processes}"
+        )
     nodes = config.num_ranks // local
     if nodes % processes and processes % nodes:
         raise ValueError(

@@ -38,6 +38,7 @@ from experiments.rl.step import StepMetrics, TrainingBatch, join_metrics, recomp
 from experiments.rl.step_clock import StepClock
 from experiments.rl.step_metrics import (
     measure_critic,
+    measure_mismatch,
     measure_phases,
     measure_policy,
     measure_responses,
@@ -96,6 +97,10 @@ class Trainer:
     def total_steps(self) -> int:
         """The number of steps in warm-up and learning together."""
         return self.config.warmup_steps + self.config.steps
+
+    def close(self) -> None:
+        """Free what the engine holds outside of this process."""
+        self.sampler.engine.close()
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
         """Restore the latest checkpoint.
@@ -165,6 +170,7 @@ class Trainer:
             **measure_rewards(rewards),
             **measure_responses(rollout, at_once),
             **rollout.metrics,
+            **measure_mismatch(rollout, recomputed),
             **measure_policy(metrics),
             **measure_critic(targets, recomputed, metrics, not_finite),
             **measure_batch(
@@ -186,8 +192,8 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.prompts.groups((EVALUATION, number))
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, EVALUATION), number)
-            responses = self.sampler.respond(examples, key)
-            rewards.append(share_rewards(self.sampler.score(examples, responses, StepClock())))
+            responses, _, dropped, *_ = self.sampler.respond(examples, key)
+            rewards.append(share_rewards(self.sampler.score(examples, responses, StepClock(), ~dropped)))
         values = np.concatenate([part.reward[part.scored] for part in rewards])
         failures = [failure for part in rewards for failure in part.failures]
         return {

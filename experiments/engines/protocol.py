@@ -1,0 +1,101 @@
+"""What a run needs of the engine that samples its responses.
+
+A run gives the engine its weights (`RolloutEngine.sync`), and then asks for responses (`RolloutEngine.generate`). It
+gets the tokens, the experts of every token, the log-probabilities, and the version of the weights that sampled them.
+The version of weights is the number of updates that made them. The engine of the run's own process is
+`experiments.engines.embedded`; `experiments.engines.http` speaks to servers.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int, Key
+
+from experiments.rl.generation import Responses, Watch
+from relibra_jax.contract.types import Array
+from relibra_jax.models import LanguageModel
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn."""
+
+    max_new_tokens: int
+    """The largest number of tokens of a response, its end included."""
+    temperature: float
+    """The sampling temperature. 0 takes the most likely token."""
+    top_p: float
+    """The sum of probabilities for nucleus sampling."""
+    ends: tuple[int, ...]
+    """The tokens that end a response."""
+    pad: int
+    """The padding token of the result."""
+    allowed: Bool[np.ndarray, " V"]
+    """True on the tokens that a response may contain."""
+
+
+class Sent(NamedTuple):
+    """What a transfer of weights to an engine took."""
+
+    bytes: int = 0
+    """The bytes that the run wrote. 0 if the engine had the weights already."""
+    seconds: float = 0.0
+    """The time until all servers had the weights."""
+
+
+class Generation(NamedTuple):
+    """The responses of one call, and what it took to get them."""
+
+    responses: Responses
+    """The responses, on the host."""
+    version: Int[np.ndarray, " B"]
+    """The version of the weights that sampled each response."""
+    dropped: Bool[np.ndarray, " B"]
+    """True for samples without a response, whose answers were all bad. Their masks are False everywhere."""
+    retried: int = 0
+    """The number of answers that were bad or did not come, and were asked for again."""
+    filled: int = 0
+    """The number of tokens without a route, which have that of the token before."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """An engine that samples responses with the weights of a run."""
+
+    def sync(self, policy: LanguageModel, version: int) -> Sent:
+        """Give the engine the weights, and return when it samples with them.
+
+        Args:
+            policy: the policy. An engine with other weights of the same version keeps those.
+            version: the number of updates that made the weights.
+        """
+        ...
+
+    def generate(
+        self,
+        prompts: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        keys: Key[jax.Array, " B"],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int = 1,
+        watch: Watch | None = None,
+    ) -> Generation:
+        """Sample a response to every prompt with the weights of the last `sync`.
+
+        Args:
+            prompts: the prompts, aligned to the left.
+            lengths: the number of tokens in each prompt.
+            keys: the random key of each sample.
+            sampling: how tokens are drawn.
+            responses_per_prompt: the number of successive samples with the same prompt.
+            watch: a callback to call while responses end.
+
+        Returns:
+            The responses, in the order of the prompts.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds outside of this process."""
+        ...

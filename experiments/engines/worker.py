@@ -1,0 +1,254 @@
+"""The worker of a server: it samples responses to requests, one batch at a time, and loads weights between batches.
+
+Requests that come within a short time of each other and draw tokens in the same way are one batch. It is filled up to a
+fixed number of samples, so that few programs are compiled. Samples do not enter a running batch: that is what engines
+are for.
+"""
+
+import base64
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from experiments.engines.http import keys_of
+from experiments.rl.devices import host_devices
+from experiments.rl.generation import Responses
+from experiments.rl.waves import generate_in_waves
+from relibra_jax.contract.types import Topology
+from relibra_jax.execution import ExpertParallel
+from relibra_jax.execution.mesh import expert_mesh
+from relibra_jax.models import load_pretrained
+from relibra_jax.models.hf_config import load_config
+
+SMALLEST_PROMPT: Final = 16
+"""The least width of an array of prompts. Others are powers of two."""
+
+
+class Draw(NamedTuple):
+    """How the tokens of a request are drawn. Requests with the same can be in one batch."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    ends: tuple[int, ...]
+    forbidden: tuple[int, ...]
+    """The tokens that may not be sampled."""
+
+
+class Request(NamedTuple):
+    """A request for one response."""
+
+    prompt: tuple[int, ...]
+    """The tokens of the prompt."""
+    seed: int
+    """The random key, as `experiments.engines.http.seeds_of` returns it."""
+    draw: Draw
+    """How its tokens are drawn."""
+    routes: bool
+    """Whether the answer has the experts of every token."""
+
+
+class Worker:
+    """The worker, with a model on the devices of this process.
+
+    Args:
+        model: the folder of the checkpoint.
+        nodes: the number of nodes of the expert-parallel group.
+        ranks_per_node: the number of ranks of a node.
+        dtype: the dtype of the computation.
+        samples: the number of samples of a batch, a multiple of the number of ranks.
+        wait_seconds: the time without another request after which a batch starts that is not full.
+        chunk_tokens: the largest number of tokens of a rank that run at once.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        dtype: str,
+        samples: int,
+        wait_seconds: float,
+        chunk_tokens: int,
+    ):
+        self._dtype, self._samples, self._wait_seconds = dtype, samples, wait_seconds
+        experts = load_config(model).num_experts
+        topology = Topology(
+            num_nodes=nodes, ranks_per_node=ranks_per_node, num_experts=experts, replica_slots=0
+        )
+        mesh = expert_mesh(topology, devices=host_devices(topology.num_ranks))
+        self._parallel = ExpertParallel(mesh=mesh, topology=topology, chunk_tokens=chunk_tokens)
+        self.model, self.version = model, "default"
+        """The folder and the version of the weights, as SGLang names them."""
+        self._load(model)
+        self._jobs: queue.Queue[tuple[Request | tuple[Path, str], Future[Any]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def generate(self, request: Request) -> Future[dict[str, Any]]:
+        """Queue a request; the result is an answer in SGLang's format."""
+        return self._submit(request)
+
+    def load(self, folder: Path, version: str) -> Future[None]:
+        """Queue the loading of weights, after all requests before it."""
+        return self._submit((folder, version))
+
+    def close(self) -> None:
+        """Finish the requests in the queue, and end."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """The number of jobs in the queue."""
+        return self._jobs.qsize()
+
+    def _submit(self, job: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def _work(self) -> None:
+        held = None
+        while True:
+            entry = self._jobs.get() if held is None else held
+            held = None
+            if entry is None:
+                return
+            job = entry[0]
+            entries = [entry]
+            if isinstance(job, Request):
+                held = self._gather(entries)
+            try:
+                if isinstance(job, Request):
+                    results = self._answer([each for each, _ in entries if isinstance(each, Request)])
+                else:
+                    self._load(*job)
+                    results = [{}]
+            except Exception as error:
+                for _, each in entries:
+                    each.set_exception(error)
+            else:
+                for (_, each), result in zip(entries, results, strict=True):
+                    each.set_result(result)
+
+    def _gather(self, entries: list[Any]) -> Any:
+        """Add to a batch what comes soon and is alike; return the first entry that is not."""
+        first = entries[0][0]
+        while len(entries) < self._samples:
+            try:
+                entry = self._jobs.get(timeout=self._wait_seconds)
+            except queue.Empty:
+                return None
+            if entry is None or not isinstance(entry[0], Request) or entry[0].draw != first.draw:
+                return entry
+            entries.append(entry)
+        return None
+
+    def _load(self, folder: Path, version: str = "default") -> None:
+        parallel = self._parallel
+        self._policy = load_pretrained(folder, parallel.mesh, parallel.topology, dtype=self._dtype)
+        self.model, self.version = folder, version
+
+    def _answer(self, requests: list[Request]) -> list[dict[str, Any]]:
+        prompts = [request.prompt for request in requests]
+        longest = max(map(len, prompts))
+        width = max(1 << (longest - 1).bit_length(), SMALLEST_PROMPT)
+        tokens = np.zeros((self._samples, width), np.int32)
+        lengths = np.zeros(self._samples, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        seeds = [request.seed for request in requests]
+        draw = requests[0].draw
+        allowed = np.ones(self._policy.config.vocabulary, bool)
+        allowed[list(draw.forbidden)] = False
+        responses = generate_in_waves(
+            self._policy,
+            tokens,
+            lengths,
+            keys_of(seeds + [0] * (self._samples - len(seeds))),
+            parallel=self._parallel,
+            max_new_tokens=draw.max_new_tokens,
+            temperature=draw.temperature,
+            top_p=draw.top_p,
+            ends=draw.ends,
+            allowed=allowed,
+        )
+        return [self._describe(request, responses, row) for row, request in enumerate(requests)]
+
+    def _describe(self, request: Request, responses: Responses, row: int) -> dict[str, Any]:
+        """Return a response in SGLang's format. It has a route for every token, the last one too."""
+        prompt = len(request.prompt)
+        count = int(responses.response_mask[row].sum())
+        tokens = responses.tokens[row, prompt : prompt + count].tolist()
+        log_probs = responses.log_probs[row, prompt : prompt + count].tolist()
+        ended = bool(responses.ended[row])
+        meta = {
+            "finish_reason": (
+                {"type": "stop", "matched": tokens[-1]} if ended else {"type": "length", "length": count}
+            ),
+            "prompt_tokens": prompt,
+            "completion_tokens": count,
+            "weight_version": self.version,
+            "output_token_logprobs": [
+                [log_prob, token, None] for log_prob, token in zip(log_probs, tokens, strict=True)
+            ],
+        }
+        if request.routes:
+            ids = responses.expert_ids[row, : prompt + count].astype(np.int32)
+            meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+        return {"output_ids": tokens, "meta_info": meta}
+
+
+def read_request(body: Mapping[str, Any], prompt: Any, vocabulary: int) -> Request:
+    """Read a request for one response in SGLang's format.
+
+    Args:
+        body: the request. It may have ``sampling_params`` with the fields that runs send.
+        prompt: the tokens of the prompt.
+        vocabulary: the number of tokens of the model.
+
+    Raises:
+        ValueError: if something is missing, wrong or not supported.
+    """
+    params = dict(body.get("sampling_params") or {})
+    tokens = _integers("input_ids", prompt, vocabulary)
+    if not tokens:
+        raise ValueError("input_ids: a prompt must have at least one token")
+    ends = _integers("stop_token_ids", params.pop("stop_token_ids", None) or [], vocabulary)
+    if not ends:
+        raise ValueError("sampling_params: stop_token_ids must name at least one token")
+    biases = params.pop("logit_bias", None) or {}
+    kept = [token for token, bias in biases.items() if bias > -1e6]
+    if kept:
+        raise ValueError(
+            f"logit_bias of token {kept[0]}: only tokens that may not be sampled, at -1e6 or less"
+        )
+    forbidden = _integers("logit_bias", [int(token) for token in biases], vocabulary)
+    draw = Draw(
+        max_new_tokens=int(params.pop("max_new_tokens", 128)),
+        temperature=float(params.pop("temperature", 1.0)),
+        top_p=float(params.pop("top_p", 1.0)),
+        ends=ends,
+        forbidden=tuple(sorted(forbidden)),
+    )
+    seed = int(params.pop("sampling_seed", None) or 0)
+    if params:
+        raise ValueError(f"sampling_params: {', '.join(sorted(params))} not supported")
+    return Request(tokens, seed, draw, bool(body.get("return_routed_experts")))
+
+
+def _integers(name: str, values: Any, vocabulary: int) -> tuple[int, ...]:
+    try:
+        tokens = tuple(int(value) for value in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected a list of tokens, found {str(values)[:60]}") from None
+    if outside := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise ValueError(f"{name}: token {outside[0]} is not in the vocabulary of {vocabulary} tokens")
+    return tokens

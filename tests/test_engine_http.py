@@ -1,0 +1,276 @@
+"""The engine behind HTTP against servers that answer, lie, fail, die and come back; they are functions here."""
+
+import base64
+import json
+import time
+
+import anyio
+import httpx2
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.engines import weights
+from experiments.engines.http import HttpEngine
+from experiments.engines.protocol import Sampling, Sent
+from experiments.engines.servers import EngineError
+from experiments.engines.settings import EngineRequests
+from experiments.examples.tiny_checkpoint import ONE_RANK
+from experiments.rl.generation import Watch
+from experiments.rl.policy import TINY
+from relibra_jax.models import LanguageModel
+
+ENDS = (7,)
+SAMPLES = 12
+PROMPTS = np.arange(1, 4)[None] + np.arange(SAMPLES)[:, None]
+LENGTHS = np.full(SAMPLES, 3)
+KEYS = jax.random.split(jax.random.key(0), SAMPLES)
+POLICY = nnx.eval_shape(lambda: LanguageModel(TINY, ONE_RANK, rngs=nnx.Rngs(0)))
+"""A policy without arrays: what these tests send is a folder's name."""
+SAMPLING = Sampling(4, 1.0, 0.9, ENDS, 0, np.arange(TINY.vocabulary) != 9)
+FIRST, SECOND = "http://first:1", "http://second:2"
+
+
+class FakeServer:
+    """A server that answers every request with the tokens 5, prompt[0] + 20 and an end."""
+
+    def __init__(self):
+        self.requests, self.loaded, self.version = [], [], "default"
+        self.dead, self.most_at_once, self._now = False, 0, 0
+        self.change = lambda answer, body: answer
+
+    async def answer(self, request):
+        if self.dead:
+            raise httpx2.ConnectError("connection refused")
+        if request.url.path == "/health":
+            return httpx2.Response(200)
+        body = json.loads(request.content)
+        if request.url.path == "/update_weights_from_disk":
+            self.loaded.append(body)
+            self.version = body["weight_version"]
+            return httpx2.Response(200, json={"success": True, "message": ""})
+        assert request.url.path == "/generate"
+        self.requests.append(body)
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        await anyio.sleep(0.01)
+        self._now -= 1
+        if self.dead:
+            raise httpx2.ReadError("connection reset")
+        tokens = [5, body["input_ids"][0] + 20, 7]
+        ids = np.tile(np.array([3, 4], np.int32), (len(body["input_ids"]) + 3, TINY.layers, 1))
+        answer = {
+            "output_ids": tokens,
+            "meta_info": {
+                "finish_reason": {"type": "stop"},
+                "weight_version": self.version,
+                "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+                "routed_experts": base64.b64encode(ids.tobytes()).decode(),
+            },
+        }
+        changed = self.change(answer, body)
+        return changed if isinstance(changed, httpx2.Response) else httpx2.Response(200, json=changed)
+
+
+@pytest.fixture
+def servers():
+    return {FIRST: FakeServer(), SECOND: FakeServer()}
+
+
+@pytest.fixture
+def engine(servers, tmp_path, monkeypatch):
+    """Return a function that makes an engine of the servers with other settings."""
+
+    def write(self, policy, version):
+        self.current = self._place / f"version-{version}"
+        self.current.mkdir(exist_ok=True)
+        return 100
+
+    monkeypatch.setattr(weights, "read_config", lambda source: {})
+    monkeypatch.setattr(weights.WeightFolders, "write", write)
+
+    async def answer(request):
+        return await servers[f"http://{request.url.host}:{request.url.port}"].answer(request)
+
+    def make(addresses=(FIRST, SECOND), **settings):
+        settings = EngineRequests(**{"weights": tmp_path / "weights", "patience": 0.3, **settings})
+        return HttpEngine(addresses, tmp_path, TINY, settings, httpx2.MockTransport(answer))
+
+    return make
+
+
+def generate(engine, watch=None, version=0):
+    engine.sync(POLICY, version)
+    return engine.generate(PROMPTS, LENGTHS, KEYS, SAMPLING, watch=watch)
+
+
+def check(generation, dropped=()):
+    """Check that every sample that was not dropped has its own response."""
+    responses = generation.responses
+    assert np.flatnonzero(generation.dropped).tolist() == list(dropped)
+    for sample in range(SAMPLES):
+        if sample in dropped:
+            assert not responses.mask[sample].any()
+            continue
+        expected = [*PROMPTS[sample], 5, PROMPTS[sample, 0] + 20, 7]
+        assert responses.tokens[sample][responses.mask[sample]].tolist() == expected
+        assert responses.response_mask[sample].sum() == 3
+        assert (responses.expert_ids[sample, :6] == [3, 4]).all()
+        assert responses.log_probs[sample, 3:6].tolist() == [-1.0] * 3
+        assert responses.ended[sample]
+
+
+def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
+    generation = generate(engine(at_once=3))
+    check(generation)
+    assert generation.retried == generation.filled == 0
+    requests = [request for server in servers.values() for request in server.requests]
+    seeds = [request["sampling_params"]["sampling_seed"] for request in requests]
+    assert len(set(seeds)) == len(requests) == SAMPLES
+    for server in servers.values():
+        assert server.most_at_once == 3, "a server has at most so many requests at a time"
+    assert requests[0]["sampling_params"] | {"sampling_seed": 0} == {
+        "max_new_tokens": 4,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "stop_token_ids": [7],
+        "logit_bias": {"9": -1e9},
+        "sampling_seed": 0,
+    }
+    assert requests[0]["return_logprob"]
+    assert requests[0]["return_routed_experts"]
+
+
+def test_sync_lets_all_servers_load_a_version_once(engine, servers, tmp_path):
+    one = engine()
+    assert one.sync(POLICY, 5).bytes == 100
+    assert one.sync(POLICY, 5) == Sent()
+    one.sync(POLICY, 6)
+    for server in servers.values():
+        assert [(body["model_path"], body["weight_version"]) for body in server.loaded] == [
+            (str(tmp_path / "weights" / f"version-{version}"), str(version)) for version in (5, 6)
+        ]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-6"]
+    generation = generate(one, version=6)
+    check(generation)
+    assert (generation.version == 6).all()
+    one.close()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_bad_answer_is_asked_for_again(engine, servers):
+    lies = iter([True, False] * SAMPLES)
+
+    def nan(answer, body):
+        if body["input_ids"][0] == 4 and next(lies):
+            answer["meta_info"]["output_token_logprobs"][0][0] = None
+        return answer
+
+    for server in servers.values():
+        server.change = nan
+    generation = generate(engine())
+    check(generation)
+    assert generation.retried == 1
+
+
+@pytest.mark.parametrize("rule", ["stop", "drop"])
+def test_a_sample_without_a_good_answer_stops_the_run_or_is_dropped(engine, servers, rule):
+    def too_short(answer, body):
+        if body["input_ids"][0] == 4:
+            answer["meta_info"]["routed_experts"] = answer["meta_info"]["routed_experts"][:40]
+        return answer
+
+    for server in servers.values():
+        server.change = too_short
+    one = engine(bad_answers=rule, retries=2)
+    if rule == "stop":
+        message = r"http://\w+:\d: sample 3: layout 'sglang'.* \(after 3 attempts\)"
+        with pytest.raises(EngineError, match=message):
+            generate(one)
+        return
+    generation = generate(one)
+    check(generation, dropped=[3])
+    assert generation.retried == 2
+
+
+def test_a_server_that_dies_costs_only_another_request(engine, servers):
+    def die(answer, body):
+        servers[FIRST].dead = True
+        return httpx2.Response(503, text="shutting down")
+
+    servers[FIRST].change = die
+    generation = generate(engine(at_once=2))
+    check(generation)
+    assert 1 <= generation.retried <= 2
+    assert len(servers[SECOND].requests) == SAMPLES
+
+
+def test_a_server_that_comes_back_gets_the_weights_first(engine, servers, monkeypatch):
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    one, server = engine((FIRST,), patience=5.0), servers[FIRST]
+
+    def restart(answer, body):
+        # The new process has the weights from before the run.
+        server.version, server.change = "default", lambda answer, body: answer
+        return httpx2.Response(500, text="out of memory")
+
+    server.change = restart
+    generation = generate(one, version=8)
+    check(generation)
+    assert generation.retried >= 1
+    assert [body["weight_version"] for body in server.loaded] == ["8", "8"]
+
+
+def test_no_server_is_an_error_with_addresses_and_seconds(engine, servers):
+    one, start = engine(retries=5), time.monotonic()
+    one.sync(POLICY, 0)
+    for server in servers.values():
+        server.dead = True
+    message = (
+        "no server has answered for 0.3 s: http://first:1: ConnectError: connection refused; http://second:2"
+    )
+    with pytest.raises(EngineError, match=message):
+        generate(one)
+    with pytest.raises(EngineError, match=message):
+        engine().sync(POLICY, 1)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (
+            httpx2.Response(400, text="input_ids: token 400 is\nnot known"),
+            "/generate: 400 input_ids: token 400 is not",
+        ),
+        (httpx2.Response(200, text="<html>"), "an answer that is not JSON: <html>"),
+    ],
+)
+def test_what_no_repetition_mends_stops_the_run(engine, servers, response, message):
+    for server in servers.values():
+        server.change = lambda answer, body: response
+    with pytest.raises(EngineError, match=message):
+        generate(engine(retries=0))
+
+
+def test_a_server_that_cannot_load_weights_stops_the_run(engine, servers, monkeypatch):
+    async def refuse(request):
+        return httpx2.Response(200, json={"success": False, "message": "no such folder"})
+
+    monkeypatch.setattr(servers[SECOND], "answer", refuse)
+    with pytest.raises(EngineError, match=r"http://second:2: it does not load .*version-3: no such"):
+        engine().sync(POLICY, 3)
+
+
+def test_a_watch_sees_responses_as_they_end(engine):
+    seen = []
+
+    def look(ended, so_far):
+        responses = so_far()
+        assert (responses.mask.any(1) == ended).all()
+        seen.append(int(ended.sum()))
+        return len(seen) < 3
+
+    check(generate(engine(at_once=2), Watch(16, look)))
+    assert seen == [1, 2, 3], "it is not called again after it returned False"
