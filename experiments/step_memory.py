@@ -148,7 +148,8 @@ class _Arrays:
         self.logits = (2 if chunks > 1 else 3) * -(-self.tokens // chunks) * config.vocabulary * 4
         at_once, span = BLOCK if sizes.length > BLOCK else self.tokens, min(sizes.length, BLOCK)
         self.scores = SCORE_ARRAYS * config.heads * at_once * span * 4
-        # The keys and values of the other ranks of the node, and their gradients in float32.
+        # The keys and values of the other ranks of the node, and their gradients in float32, as XLA's blocks have them.
+        # The Triton kernels need less.
         others = (topology.ranks_per_node - 1) * sizes.split * self.tokens
         self.scores += (self.width + 4) * 2 * config.kv_heads * config.head_width * others
         heads = QUERY_ARRAYS * config.heads + KEY_ARRAYS * 2 * config.kv_heads

@@ -9,6 +9,8 @@ NO_FIRST: Final = jnp.iinfo(jnp.int32).max
 """The first key of queries without keys, among them those that fill the last block. It lowers no block's bound."""
 NO_LAST: Final = -1
 """Their last key."""
+LOWEST: Final = -1e30
+"""The largest score before the first block of keys: finite, so that differences of maxima are defined."""
 
 
 class Ranges(NamedTuple):

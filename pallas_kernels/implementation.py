@@ -23,7 +23,13 @@ for device descriptions (`jax.sharding.AbstractDevice`), which do not contain th
 
 
 def choose_implementation(
-    name: str | None, implementations: Mapping[str, Any], rows: jax.Array, out_dtype: Any, **dimensions: int
+    name: str | None,
+    implementations: Mapping[str, Any],
+    rows: jax.Array,
+    out_dtype: Any,
+    *,
+    check: str | None = None,
+    **dimensions: int,
 ) -> str:
     """Return the name of the implementation to run: the one that the caller named, or else the fastest that can run.
 
@@ -35,6 +41,7 @@ def choose_implementation(
         rows: the row operand. It determines the device that computes: the device that holds the rows or, when a
             program is compiled for other devices, the device that the mesh describes.
         out_dtype: the dtype of the result.
+        check: the name of the check that the kernels must have passed. None for the name of the implementation.
         dimensions: the two dimensions of the weight matrices, by their names in error messages.
 
     Returns:
@@ -50,7 +57,9 @@ def choose_implementation(
             reason = why_not(rows, out_dtype, dimensions)
             if reason and name:
                 raise ValueError(f"implementation={name!r} cannot run: {reason}")
-            if not reason and (name or _interpreted() or is_trusted(kernels, _device(rows).device_kind)):
+            if not reason and (
+                name or _interpreted() or is_trusted(check or kernels, _device(rows).device_kind)
+            ):
                 return kernels
     return name or "xla"
 

@@ -4,9 +4,9 @@
 
 ``implementation=None`` never chooses a kernel that has not passed this check: results must not come from a kernel that
 was never verified on this GPU, with this driver and this version of JAX. The check compares the grouped MLP and all its
-gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles; and attention
-inside packed samples, for implementations that have it. It also checks that repeated runs give the same bits. It takes
-seconds. `pallas_kernels.verdicts` runs it and keeps its result.
+gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles. The kernels of
+attention have a check of their own. Both check that repeated runs give the same bits, and take seconds.
+`pallas_kernels.verdicts` runs them and keeps their results.
 
 On several hosts, run the command on each of them before the first launch, because all processes of a program must
 choose the same implementation.
@@ -23,32 +23,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.compare import check_close, same_bits
-from pallas_kernels.flash_attention.api import IMPLEMENTATIONS as flash_attention_implementations
-from pallas_kernels.flash_attention.api import flash_attention
+from pallas_kernels.flash_attention.api import CHECK, flash_attention
 from pallas_kernels.grouped_mlp.api import grouped_mlp
 from pallas_kernels.implementation import why_not_ampere, why_not_hopper
 from pallas_kernels.verdicts import run_check
 
 SIZES: Final = ((640, 256), (4096, 1024))
 """The pairs of number of rows and width that are checked; the first gives small tiles, the second large ones."""
-ATTENTION_SIZES: Final = ((700, 64), (2048, 128))
-"""The pairs of number of tokens and width of a head that are checked."""
+ATTENTION: Final = ((700, 80, "bfloat16"), (2048, 128, "bfloat16"), (700, 64, "float32"))
+"""The numbers of tokens, widths of a head and dtypes with which attention is checked."""
 REPEATS: Final = 20
 """The number of times that each result is computed again and compared bit for bit."""
 
 
 def check_here(implementation: str) -> None:
-    """Check an implementation in this process.
+    """Check an implementation of grouped products, or the kernels of attention, in this process.
 
     Raises:
         ValueError: if a result is wrong, or if two runs differ in any bit.
     """
+    if implementation == CHECK:
+        for tokens, width, dtype in ATTENTION:
+            name = f"attention of {tokens} tokens, {dtype} heads of {width}"
+            check_case("triton", name, attention_with_gradients, attention_operands(tokens, width, dtype))
+        return
     for rows, width in SIZES:
         check_case(implementation, f"{rows} rows of {width}", mlp_with_gradients, mlp_operands(rows, width))
-    if implementation in flash_attention_implementations:
-        for tokens, width in ATTENTION_SIZES:
-            name = f"attention of {tokens} tokens, heads of {width}"
-            check_case(implementation, name, attention_with_gradients, attention_operands(tokens, width))
 
 
 def check_case(
@@ -85,15 +85,20 @@ def mlp_operands(rows: int, width: int) -> tuple[Any, ...]:
     return x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
 
 
-def attention_operands(tokens: int, width: int) -> tuple[Any, ...]:
-    """Return operands of attention inside samples of a tenth, a fifth and the rest of the tokens; some are padding."""
+def attention_operands(tokens: int, width: int, dtype: str) -> tuple[Any, ...]:
+    """Return operands of attention inside samples of a tenth, a fifth and the rest of the tokens.
+
+    Some tokens are padding, which attends to itself alone, and some attend to nothing.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
-    query, d_out = (jax.random.normal(key, (tokens, 4, width), jnp.bfloat16) for key in keys[:2])
-    key, value = (jax.random.normal(key, (tokens, 2, width), jnp.bfloat16) for key in keys[2:])
+    query, d_out = (jax.random.normal(key, (tokens, 4, width), dtype) for key in keys[:2])
+    key, value = (jax.random.normal(key, (tokens, 2, width), dtype) for key in keys[2:])
     last = np.arange(tokens, dtype=np.int32)
     starts = np.array([0, tokens // 10, tokens * 3 // 10], np.int32)
     first = starts[np.searchsorted(starts, last, side="right") - 1]
-    first[-tokens // 50 :] = last[-tokens // 50 :]
+    padding = tokens // 50
+    first[-padding:] = last[-padding:]
+    last[-2 * padding : -padding] = -1
     return query, key, value, jnp.asarray(first), jnp.asarray(last), d_out
 
 
@@ -137,7 +142,8 @@ def attention_with_gradients(
 def reasons_not_to_check() -> dict[str, str | None]:
     """Return the implementations to check, each with the reason why it cannot run on this machine, or None."""
     device = jax.local_devices()[0]
-    return {"mosaic": why_not_hopper(device.device_kind), "triton": why_not_ampere(device)}
+    ampere = why_not_ampere(device)
+    return {"mosaic": why_not_hopper(device.device_kind), "triton": ampere, CHECK: ampere}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,6 +33,8 @@ class Verdict(NamedTuple):
 def is_trusted(implementation: str, device_kind: str) -> bool:
     """Return whether an implementation passes its check on this machine; run the check if no verdict is cached.
 
+    The kernels of attention have a check of their own, with the name "attention".
+
     If it does not pass, or if this machine has no such device, this prints the reason once to standard error. A program
     that is compiled for devices of another machine must name its implementation.
     """

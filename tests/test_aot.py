@@ -148,11 +148,13 @@ def test_judge_migration_fails_a_migration_that_gathers():
     assert [one.good for one in judge_migration(Migration(1, 5))] == [False, None]
 
 
-def test_judge_attention_wants_no_scores_of_all_pairs_and_replicas_beside_it():
-    sound = AttentionMeasured(10**9, 0, dict.fromkeys(PHASES, 1))
+def test_judge_attention_wants_kernels_without_large_arrays_and_replicas_beside_it():
+    sound = AttentionMeasured(10**7, 3, 0, dict.fromkeys(PHASES, 1))
     assert all(one.good for one in judge_attention(sound))
-    unsound = AttentionMeasured(5 * 10**9, 1, dict.fromkeys(PHASES, 0))
+    unsound = AttentionMeasured(5 * 10**8, 3, 1, dict.fromkeys(PHASES, 0))
     assert not any(one.good for one in judge_attention(unsound))
+    without_kernels = next(iter(judge_attention(sound._replace(kernels=0))))
+    assert not without_kernels.good
 
 
 def test_judge_crossings_wants_every_way_of_both_directions_beside_experts():

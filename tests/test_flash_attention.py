@@ -14,6 +14,7 @@ from gpu_interpreter import gpu_interpreter
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import flash_attention
+from pallas_kernels import implementation as implementation_module
 from pallas_kernels.flash_attention.api import IMPLEMENTATIONS
 
 BLOCK = 16
@@ -97,16 +98,24 @@ def test_flash_attention_is_right_for_ranges_in_any_order(implementation):
 def test_queries_without_keys_get_zeros_and_ranges_are_cut_at_the_keys(implementation):
     arrays, *_ = inputs(4, 6, 1, 1, 8)
     first, last = np.array([-3, 2, 6, 5], np.int32), np.array([1, 9, 9, 2], np.int32)
-    check(implementation, arrays, np.maximum(first, 0), np.minimum(last, 5))
-    output, of_query, *_ = run(
-        implementation,
-        *(array.astype(np.float32) for array in arrays[:3]),
-        first,
-        last,
-        np.float32(arrays[3]),
+    cut = np.maximum(first, 0), np.minimum(last, 5)
+    check(implementation, arrays, *cut)
+    query, key, value, cotangent = (array.astype(np.float32) for array in arrays)
+    actual, desired = (
+        run(implementation, query, key, value, *ranges, cotangent) for ranges in ((first, last), cut)
     )
-    assert not np.any(output[2:])
-    assert not np.any(of_query[2:])
+    for array, other in zip(actual, desired, strict=True):
+        np.testing.assert_array_equal(array, other)
+    assert not np.any(actual[0][2:])
+    assert not np.any(actual[1][2:])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_ranges_may_have_any_integer_dtype(dtype):
+    query, key = jnp.zeros((1, 1, 8)), jnp.zeros((300, 1, 8))
+    value = jnp.broadcast_to(jnp.arange(300.0)[:, None, None], key.shape)
+    output = flash_attention(query, key, value, jnp.zeros(1, dtype), jnp.full(1, 100, dtype))
+    np.testing.assert_allclose(output, 50, rtol=1e-6)
 
 
 @each_implementation
@@ -196,9 +205,44 @@ def test_flash_attention_names_mismatched_operands(changed, message):
         flash_attention(**{name: jnp.asarray(array) for name, array in operands.items()})
 
 
+HOPPER = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+
+
+def kernels_of(dtype, width, trusted, monkeypatch):
+    """Return the number of kernels in a program for an H100 on which these checks have passed."""
+    monkeypatch.setattr(implementation_module, "is_trusted", lambda check, _: check in trusted)
+    x, number = jax.ShapeDtypeStruct((64, 1, width), dtype), jax.ShapeDtypeStruct((64,), "int32")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=HOPPER)):
+        return str(
+            jax.make_jaxpr(lambda *operands: flash_attention(*operands))(x, x, x, number, number)
+        ).count("pallas_call")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "kernels"),
+    [
+        ("bfloat16", 128, 1),
+        ("float16", 512, 1),
+        ("float32", 256, 1),
+        ("bfloat16", 520, 0),
+        ("float32", 260, 0),
+    ],
+)
+def test_none_chooses_the_kernels_that_have_passed_their_check_and_fit(dtype, width, kernels, monkeypatch):
+    assert kernels_of(dtype, width, {"attention"}, monkeypatch) == kernels
+    assert kernels_of(dtype, width, {"mosaic", "triton"}, monkeypatch) == 0
+
+
 def test_flash_attention_says_which_implementations_there_are():
     x, number = jnp.ones((3, 1, 8)), jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="implementation='mosaic' is not one of xla, triton"):
         flash_attention(x, x, x, number, number, implementation="mosaic")
     with pytest.raises(ValueError, match="implementation='triton' cannot run: cpu"):
         flash_attention(x, x, x, number, number, implementation="triton")
+    wide = jnp.ones((3, 1, 300))
+    with pytest.raises(
+        ValueError, match="cannot run: float32 heads of 300 take 2048 bytes in blocks, more than 1024"
+    ):
+        flash_attention(wide, wide, wide, number, number, implementation="triton")
+    with pytest.raises(ValueError, match="block=0 must be at least 1"):
+        flash_attention(x, x, x, number, number, block=0)

@@ -109,6 +109,21 @@ def test_day_steps_each_fit_ten_minutes_and_speeds_wait_for_checks():
     assert all(step.seconds <= 9.5 * 60 for steps in commands.values() for step in steps)
 
 
+def test_report_shows_attention_as_far_as_it_was_measured():
+    forward = {
+        "rehearsal": False,
+        "step": "attention, 8192 tokens",
+        "attention": "triton",
+        "part": "forward",
+        "samples": 4,
+        "milliseconds": 0.5,
+        "teraflops": 100.0,
+    }
+    gradients = forward | {"part": "with gradients", "milliseconds": 2.5, "teraflops": 140.4}
+    assert "| 8,192 | 4 | triton | 0.50 |  |  |" in report([forward])
+    assert "| 8,192 | 4 | triton | 0.50 | 2.50 | 140 |" in report([forward, gradients])
+
+
 def test_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
     record = tmp_path / "day.jsonl"
     assert main(["report", "--record", str(record)]) == 0

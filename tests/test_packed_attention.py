@@ -158,6 +158,17 @@ def test_split_attention_equals_attention_over_the_streams_of_nodes(monkeypatch,
         np.testing.assert_allclose(array, cut(other), atol=2e-6 * np.abs(other).max())
 
 
+def test_models_pass_the_implementation_of_attention_on():
+    """Packed and split sequences both; on a CPU the kernels say that they cannot run."""
+    attention = Attention(CONFIG, rngs=nnx.Rngs(0))
+    x = jnp.zeros((8, BLOCK + 256, CONFIG.width))
+    tokens = jnp.zeros(x.shape[:2], jnp.int32)
+    for split in (False, True):
+        other = dataclasses.replace(parallel(), attention_implementation="triton", split_sequences=split)
+        with pytest.raises(ValueError, match="implementation='triton' cannot run: cpu"):
+            nnx.eval_shape(lambda: attention(x, tokens, tokens, None, parallel=other))  # noqa: B023
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_in_blocks_on_many_ranks_equals_one_block(packed, monkeypatch):
     attention = Attention(CONFIG, rngs=nnx.Rngs(0))

@@ -119,27 +119,27 @@ def test_check_here_rejects_wrong_and_nondeterministic_results(monkeypatch):
         check_here("mosaic")
 
 
-def test_check_here_checks_attention_of_implementations_that_have_it(monkeypatch):
-    monkeypatch.setattr(self_check, "SIZES", ())
-    monkeypatch.setattr(self_check, "ATTENTION_SIZES", ((100, 8),))
+def test_check_here_checks_the_kernels_of_attention(monkeypatch):
+    monkeypatch.setattr(self_check, "ATTENTION", ((100, 8, "bfloat16"), (60, 12, "float32")))
     monkeypatch.setattr(self_check, "REPEATS", 1)
     with gpu_interpreter("triton"):
-        check_here("triton")
+        check_here("attention")
 
     def wrong(*operands, implementation):
         out = flash_attention(*operands, implementation="xla")
         return out if implementation == "xla" else out.at[3].multiply(1.5)
 
     monkeypatch.setattr(self_check, "flash_attention", wrong)
-    check_here("mosaic")
-    with pytest.raises(ValueError, match=r"attention of 100 tokens, heads of 8, array .*: the error is"):
-        check_here("triton")
+    with pytest.raises(
+        ValueError, match=r"attention of 100 tokens, bfloat16 heads of 8, array .*: the error is"
+    ):
+        check_here("attention")
 
 
 def test_main_skips_implementations_that_cannot_run(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton"]
+    assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton", "attention"]
     assert not verdicts_path().exists()
 
 

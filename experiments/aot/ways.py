@@ -41,6 +41,7 @@ def parallel_of(
         exchange=way.split()[-1],
         fetch=way.split()[-1],
         implementation="mosaic",
+        attention_implementation="triton",
     ).with_striping(MODEL.top_k)
 
 

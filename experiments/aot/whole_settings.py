@@ -139,6 +139,7 @@ def cluster_of(setting: Whole) -> Cluster:
         capacities=None if setting.live else capacities_of(config, topology, setting.tokens),
         across_nodes=False,
         implementation="mosaic",
+        attention_implementation="triton",
     )
     if not setting.live:
         parallel = parallel.with_striping(config.top_k)

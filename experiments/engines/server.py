@@ -23,12 +23,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from experiments.engines.worker import Worker, read_request
-from relibra_jax.models.hf_config import load_config
 
 
 def make_app(worker: Worker) -> Starlette:
     """Return the ASGI application that gives requests to a worker."""
-    config = load_config(worker.model)
+    config = worker.config
 
     async def generate(request: HttpRequest) -> Response:
         body = await _body(request)

@@ -6,6 +6,7 @@ are for.
 """
 
 import base64
+import dataclasses
 import queue
 import threading
 from collections.abc import Mapping
@@ -78,9 +79,13 @@ class Worker:
         chunk_tokens: int,
     ):
         self._dtype, self._samples, self._wait_seconds = dtype, samples, wait_seconds
-        experts = load_config(model).num_experts
+        self.config = load_config(model)
+        """The sizes of the model, which no weights change."""
         topology = Topology(
-            num_nodes=nodes, ranks_per_node=ranks_per_node, num_experts=experts, replica_slots=0
+            num_nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            num_experts=self.config.num_experts,
+            replica_slots=0,
         )
         mesh = expert_mesh(topology, devices=host_devices(topology.num_ranks))
         self._parallel = ExpertParallel(mesh=mesh, topology=topology, chunk_tokens=chunk_tokens)
@@ -152,6 +157,10 @@ class Worker:
         return None
 
     def _load(self, folder: Path, version: str = "default") -> None:
+        for field in dataclasses.fields(self.config):
+            mine, other = (getattr(each, field.name) for each in (self.config, load_config(folder)))
+            if mine != other:
+                raise ValueError(f"{folder} has another model: {field.name}={other}, not {mine}")
         parallel = self._parallel
         self._policy = load_pretrained(folder, parallel.mesh, parallel.topology, dtype=self._dtype)
         self.model, self.version = folder, version
@@ -166,7 +175,7 @@ class Worker:
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         seeds = [request.seed for request in requests]
         draw = requests[0].draw
-        allowed = np.ones(self._policy.config.vocabulary, bool)
+        allowed = np.ones(self.config.vocabulary, bool)
         allowed[list(draw.forbidden)] = False
         responses = generate_in_waves(
             self._policy,

@@ -49,13 +49,16 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_checkpoint(folder: Positional[Path], architecture: str = "qwen3_moe", seed: int = 0) -> Path:
+def make_checkpoint(
+    folder: Positional[Path], architecture: str = "qwen3_moe", seed: int = 0, head_width: int = 16
+) -> Path:
     """Write a tiny checkpoint with random weights, a tokenizer and a chat template.
 
     Args:
         folder: the folder to create.
         architecture: the architecture of the model: qwen3_moe, glm4_moe, olmoe or mixtral.
         seed: the seed of the weights.
+        head_width: the width of a head. Some engines have attention for widths of 64 or 128 alone.
 
     Returns:
         The folder.
@@ -66,7 +69,7 @@ def make_checkpoint(folder: Positional[Path], architecture: str = "qwen3_moe", s
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     tokenizer = make_tokenizer()
-    sizes = dataclasses.replace(TINY, vocabulary=tokenizer.get_vocab_size(), head_width=16)
+    sizes = dataclasses.replace(TINY, vocabulary=tokenizer.get_vocab_size(), head_width=head_width)
     fields = {**config_fields(sizes), "model_type": architecture}
     if architecture == "glm4_moe":
         fields |= {"n_routed_experts": 16, "intermediate_size": 96, "attention_bias": True}

@@ -28,23 +28,22 @@ def measure_attention(tokens: int, *, rehearsal: bool = False) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     query, gradient = (jax.random.normal(key, (1, tokens, heads, width), jnp.bfloat16) for key in keys[:2])
     key, value = (jax.random.normal(key, (1, tokens, key_heads, width), jnp.bfloat16) for key in keys[2:])
+    names = ("xla",) if rehearsal else ("triton", "xla")
+    packed = {name: jax.jit(functools.partial(packed_attention, implementation=name)) for name in names}
     for samples in SAMPLES:
-        segments = jnp.asarray(np.arange(tokens)[None] * samples // tokens, jnp.int32)
-        versions: dict[str, Callable[..., jax.Array]] = {
-            name: functools.partial(packed_attention, segments=segments, implementation=name)
-            for name in (("xla",) if rehearsal else ("triton", "xla"))
-        }
+        versions = dict(packed)
         if not rehearsal:
-            versions["cuDNN"] = functools.partial(_in_batch, samples)
+            versions["cuDNN"] = jax.jit(functools.partial(_in_batch, samples))
         programs = {
             name: jax.jit(functools.partial(_with_gradients, call)) for name, call in versions.items()
         }
-        operands = query, key, value, gradient
+        segments = jnp.asarray(np.arange(tokens)[None] * samples // tokens, jnp.int32)
+        operands = query, key, value, segments, gradient
         expected = programs["xla"](*operands)
         errors = {name: check_close(name, run(*operands), expected).norm for name, run in programs.items()}
         runs: dict[Any, Callable[[], Any]] = {}
         for name, call in versions.items():
-            runs[name, "forward"] = functools.partial(jax.jit(call), query, key, value)
+            runs[name, "forward"] = functools.partial(call, query, key, value, segments)
             runs[name, "with gradients"] = functools.partial(programs[name], *operands)
         readings = median_seconds(runs, 1 if rehearsal else 9, shortest=1e-4 if rehearsal else 0.02)
         # Two products of every visible pair forward, and five backward.
@@ -63,13 +62,18 @@ def measure_attention(tokens: int, *, rehearsal: bool = False) -> None:
 
 
 def _with_gradients(
-    call: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, gradient: jax.Array
+    call: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array,
+    gradient: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    output, pull = jax.vjp(call, query, key, value)
+    output, pull = jax.vjp(lambda *rows: call(*rows, segments), query, key, value)
     return output, *pull(gradient)
 
 
-def _in_batch(samples: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _in_batch(samples: int, query: jax.Array, key: jax.Array, value: jax.Array, _: jax.Array) -> jax.Array:
     """Attend with cuDNN, with the samples as a batch."""
     rows = (x.reshape(samples, -1, *x.shape[2:]) for x in (query, key, value))
     output = jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn")

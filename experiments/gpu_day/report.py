@@ -181,9 +181,15 @@ def _attention(lines: Lines) -> Iterator[str]:
                 of_parts = parts.setdefault((tokens, line["samples"], line["attention"]), {})
                 of_parts[line["part"]] = line
     for (tokens, samples, name), of_parts in parts.items():
-        times = (f"{of_parts[part]['milliseconds']:.2f}" for part in ("forward", "with gradients"))
-        rate = of_parts["with gradients"]["teraflops"]
-        yield f"| {tokens:,} | {samples} | {name} | {' | '.join(times)} | {rate:.0f} |"
+        cells = [
+            f"{of_parts[part][value]:.{digits}f}" if part in of_parts else ""
+            for part, value, digits in (
+                ("forward", "milliseconds", 2),
+                ("with gradients", "milliseconds", 2),
+                ("with gradients", "teraflops", 0),
+            )
+        ]
+        yield f"| {tokens:,} | {samples} | {name} | {' | '.join(cells)} |"
 
 
 def _host(lines: Lines) -> Iterator[str]:

@@ -107,7 +107,8 @@ def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
                 f"attention, {tokens} tokens",
                 "experiments.gpu_day.attention:measure_attention",
                 (tokens,),
-                90,
+                150,
+                ("self-check",),
             )
             for tokens in ATTENTION_TOKENS
         ),

@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.triton import flash_attention_triton
 from pallas_kernels.flash_attention.xla import flash_attention_xla
 from pallas_kernels.implementation import choose_implementation
 from pallas_kernels.operands import Array, as_arrays, describe
+from pallas_kernels.triton.block_sizes import WIDEST_BYTES
 from pallas_kernels.varying_axes import match_varying_axes
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
@@ -22,9 +23,12 @@ IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "triton": flash_attention_triton,
 }
 """All implementations of attention, by name."""
+CHECK: Final = "attention"
+"""The name of the check of the kernels (`pallas_kernels.self_check`)."""
 BLOCK: Final = 512
-"""The number of tokens of a block of the XLA implementation. On two CPU cores, blocks of 256 take a tenth to a half
-less time at 2,048 and 4,096 tokens (``python -m experiments.bench_attention``)."""
+"""The number of tokens of a block of the XLA implementation. Every step of its loops waits for the host on GPUs, so
+blocks are large. On two CPU cores, blocks of 256 take a tenth to a half less time at 2,048 and 4,096 tokens
+(``python -m experiments.bench_attention``)."""
 
 
 def flash_attention(
@@ -42,8 +46,8 @@ def flash_attention(
     This is FlashAttention-2 (Dao, arXiv 2307.08691). Softmax runs over one block of keys at a time, and the backward
     pass computes the weights again from the saved logarithms of their sums. Pairs of blocks in which no query has a key
     are skipped, so causal attention inside packed samples takes time in proportion to the sum of their squared lengths.
-    Scores, weights and sums are float32. The function works under `jax.jit`, `jax.grad` (first order, reverse mode) and
-    `jax.shard_map`.
+    Scores, weights and sums are float32. On GPUs, products round float32 operands as JAX's default precision says. The
+    function works under `jax.jit`, `jax.grad` (first order, reverse mode) and `jax.shard_map`.
 
     Args:
         query: the queries, floating-point ``[T, heads, d]``. Heads ``[i * g, (i + 1) * g)`` use key head i, where g is
@@ -57,8 +61,9 @@ def flash_attention(
         block: the number of tokens of a block of the XLA implementation, which holds the scores of a block of queries
             and a block of keys. The Triton kernels choose their own.
         implementation: the name of the implementation to run, a key of `IMPLEMENTATIONS`. None chooses "triton" on
-            NVIDIA GPUs of compute capability 8.0 or higher for bfloat16, float16 and float32, if it has passed
-            `pallas_kernels.self_check` on this machine. Else None chooses "xla", which runs on every platform of JAX.
+            NVIDIA GPUs of compute capability 8.0 or higher, for bfloat16 and float16 with heads of at most 512 and
+            float32 with heads of at most 256, if it has passed `pallas_kernels.self_check` on this machine. Else None
+            chooses "xla", which runs on every platform of JAX.
 
     Returns:
         The weighted means of the values, ``[T, heads, d]`` in the dtype of the queries.
@@ -75,12 +80,29 @@ def flash_attention(
     """
     query, key, value, first, last = as_arrays(query=query, key=key, value=value, first=first, last=last)
     _check_operands(query, key, value, first, last)
-    name = choose_implementation(implementation, IMPLEMENTATIONS, query, query.dtype)
+    if block < 1:
+        raise ValueError(f"block={block} must be at least 1")
+    name = _choose(implementation, query)
     if query.size == 0 or key.size == 0:
         return jnp.zeros_like(query)
-    first, last = jnp.clip(first, 0), jnp.clip(last, max=len(key) - 1)
-    operands = match_varying_axes(query, key, value, first.astype(jnp.int32), last.astype(jnp.int32))
+    first, last = first.astype(jnp.int32), last.astype(jnp.int32)
+    ranges = jnp.maximum(first, 0), jnp.minimum(last, len(key) - 1)
+    operands = match_varying_axes(query, key, value, *ranges)
     return IMPLEMENTATIONS[name](*operands, min(block, len(key)))
+
+
+def _choose(implementation: str | None, query: jax.Array) -> str:
+    """Return the name of the implementation to run. The kernels have a limit on the width of heads."""
+    width = query.shape[2]
+    size = query.dtype.itemsize << max(width - 1, 0).bit_length()
+    if size > WIDEST_BYTES:
+        if implementation == "triton":
+            raise ValueError(
+                f"implementation='triton' cannot run: {query.dtype} heads of {width} take {size} bytes in blocks, more"
+                f" than {WIDEST_BYTES}"
+            )
+        implementation = implementation or "xla"
+    return choose_implementation(implementation, IMPLEMENTATIONS, query, query.dtype, check=CHECK)
 
 
 def _check_operands(

@@ -1,7 +1,7 @@
 """Attention on NVIDIA GPUs of compute capability 8.0 or higher: one Triton kernel forward, two backward.
 
 Unlike the loops that XLA compiles, the kernels know the bounds of their loops on the device, so no step waits for the
-host. The kernels have not run on a GPU.
+host.
 """
 
 import functools
@@ -25,7 +25,7 @@ from pallas_kernels.triton.block_sizes import attention_blocks
 def flash_attention_triton(
     query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, last: jax.Array, block: int
 ) -> jax.Array:
-    """Compute `flash_attention` for bfloat16, float16 or float32, with heads of any width."""
+    """Compute `flash_attention` for bfloat16, float16 or float32, with heads of at most `WIDEST_BYTES`."""
     return _forward(query, key, value, first, last, block)[0]
 
 

@@ -5,16 +5,13 @@ for the host, because the number of steps is data.
 """
 
 import functools
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_ranges import Ranges, block_ranges
+from pallas_kernels.block_ranges import LOWEST, Ranges, block_ranges
 from pallas_kernels.varying_axes import match_varying_axes
-
-LOWEST: Final = -1e30
-"""The largest score before the first block of keys: finite, so that differences of maxima are defined."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -7,18 +7,15 @@ range of columns. Scores are in units of ``log2(e)``, because GPUs compute power
 """
 
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.block_ranges import Ranges
+from pallas_kernels.block_ranges import LOWEST, Ranges
 from pallas_kernels.triton.block_sizes import BlockSizes
-from pallas_kernels.triton.launch import Span, launch, load, store
-
-LOWEST: Final = -1e30
-"""The largest score before the first tile of keys: finite, so that differences of maxima are defined."""
+from pallas_kernels.triton.launch import Span, block_span, launch, load, store
 
 
 class Operands(NamedTuple):
@@ -261,8 +258,8 @@ def key_gradient_kernel(
 
 def _tile(number: Any, size: int, length: int) -> tuple[Span, Span]:
     """Return the rows of a tile that an array of ``length`` rows has, and the same rows of an array in whole tiles."""
-    whole = Span(number * size, size)
-    return whole if length % size == 0 else whole._replace(end=jnp.int32(length)), whole
+    rows = block_span(number, size, length)
+    return rows, rows._replace(end=None)
 
 
 def _numbers(span: Span) -> jax.Array:

@@ -4,7 +4,7 @@ A block of 128 x 128 accumulators takes half of the registers of four warps and 
 Matrix kernels for these GPUs commonly use this size. If the expected groups have fewer rows, blocks are lower, since
 the rows of a block beyond its group are wasted work. A block that keeps several sums is half as wide. With steps of 64
 bytes of the contraction, four stages take at most 64 KiB of shared memory. Every GPU of compute capability 8.0 or
-higher has that: the smallest limit is 99 KiB per block (8.6, 8.9, 12.0 and 12.1).
+higher has that: the smallest limit is 99 KiB per block (8.6, 8.9, 12.0 and 12.1). Attention has sizes of its own.
 """
 
 from typing import Final, NamedTuple
@@ -21,6 +21,13 @@ STAGES: Final = 4
 """The number of steps whose operands are in flight or in shared memory."""
 
 
+ATTENTION_BYTES: Final = 32 * 1024
+"""The most bytes of a block of rows in attention: 128 rows of 128 bfloat16 numbers. With two stages and eight warps,
+all kernels then fit into 99 KiB of shared memory where the GPU has no more (``make aot``)."""
+WIDEST_BYTES: Final = 1024
+"""The most bytes of a head, rounded up to a power of two numbers. The smallest blocks of wider heads do not fit."""
+
+
 class BlockSizes(NamedTuple):
     """The block sizes of a kernel; height, width and step are powers of two."""
 
@@ -29,7 +36,7 @@ class BlockSizes(NamedTuple):
     width: int
     """The number of columns of a block of the output."""
     step: int
-    """The number of elements of the contraction that one step loads."""
+    """The number of elements of the contraction that one step loads; in attention, the number of rows."""
     warps: int
     """The number of warps that compute a block together."""
     stages: int = STAGES
@@ -70,7 +77,9 @@ def attention_blocks(query: jax.Array, key: jax.Array) -> tuple[BlockSizes, Bloc
     """Return the block sizes of attention, forward and backward.
 
     The width of a block is that of a head, rounded up to a power of two. Blocks of wide heads and of float32 have fewer
-    rows, so that they fit into registers and shared memory; so have those of gradients, which hold more operands.
+    rows, so that a block of rows has at most `ATTENTION_BYTES`; those of gradients have half as many, because they hold
+    more operands. A step of the forward kernel is a number of keys, and that of the backward kernels one of keys or
+    queries.
 
     Args:
         query: the queries, ``[T, heads, d]``.
@@ -82,7 +91,7 @@ def attention_blocks(query: jax.Array, key: jax.Array) -> tuple[BlockSizes, Bloc
     BlockSizes(height=64, width=128, step=64, warps=8, stages=2)
     """
     width = max(1 << (query.shape[2] - 1).bit_length(), SMALLEST)
-    largest = max(min(LARGEST, LARGEST * 256 // (width * query.dtype.itemsize)), 2 * SMALLEST)
+    largest = max(min(LARGEST, ATTENTION_BYTES // (width * query.dtype.itemsize)), 2 * SMALLEST)
     height, step = (
         _power_of_two(min(len(array), size)) for array, size in ((query, largest), (key, largest // 2))
     )

@@ -95,8 +95,10 @@ class ExpertParallel:
     Planners that ignore nodes need True. A `relibra_jax.nnx.Balancer` replaces None: for `relibra_jax.relibra` by True
     if its first batch takes less time so. Layers themselves take None for False."""
     implementation: str | None = None
-    """The implementation of `pallas_kernels.grouped_mlp`, by which models choose that of
-    `pallas_kernels.flash_attention` too."""
+    """The implementation of `pallas_kernels.grouped_mlp`."""
+    attention_implementation: str | None = None
+    """The implementation of `pallas_kernels.flash_attention`, which the models of `relibra_jax.models` use for packed
+    and for long samples."""
     split_sequences: bool = False
     """Whether the local ranks of a node hold the chunks of one stream of samples, whose attention gathers keys and
     values inside the node: `relibra_jax.routing.node_streams`. A `relibra_jax.nnx.Balancer` sets it for its batches, if

@@ -96,7 +96,7 @@ class Attention(nnx.Module):
 
     def _attend(self, query, key, value, segments, parallel):
         """Attend inside whole sequences. No array has an entry for every pair of tokens of more than one block."""
-        tokens, kernel = parallel.token_spec, attention_kernel(parallel)
+        tokens, kernel = parallel.token_spec, parallel.attention_implementation
         on_ranks = functools.partial(jax.shard_map, mesh=parallel.mesh, in_specs=tokens, out_specs=tokens)
         if parallel.split_sequences:
             if segments is None:
@@ -133,18 +133,6 @@ def _norm(norm, x):
     if norm is None:
         return x
     return norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[-1])).reshape(x.shape)
-
-
-def attention_kernel(parallel: ExpertParallel) -> str | None:
-    """Return the implementation of `pallas_kernels.flash_attention` that goes with that of the experts.
-
-    The kernels of attention are Triton's, also beside the Hopper kernels of experts.
-
-    Args:
-        parallel: the settings of the layers.
-    """
-    name = parallel.implementation
-    return name if name is None else "triton" if name in ("mosaic", "triton") else "xla"
 
 
 def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cudnn", "xla"]:

@@ -1,6 +1,6 @@
 """Causal attention inside samples, for sequences that hold several samples one after another.
 
-`pallas_kernels.flash_attention` computes it, whose memory grows with the number of tokens and not with its square. If
+`pallas_kernels.flash_attention` computes it in memory that grows with the number of tokens and not with its square. If
 sequences are split (`relibra_jax.routing.node_streams`), every rank has some chunks of the queries of its node's
 stream, and gathers all keys and values of the node.
 """
@@ -33,8 +33,8 @@ def packed_attention(
         value: the values.
         segments: the sample of each token, for sequences that hold several samples one after another; EMPTY on padding,
             which attends to itself alone. None if every sequence holds one sample.
-        block: as for `pallas_kernels.flash_attention`, like ``implementation``.
-        implementation: the implementation.
+        block: the number of tokens of a block of the XLA implementation.
+        implementation: the implementation of `pallas_kernels.flash_attention`. None chooses by the device.
 
     Returns:
         The weighted means of the values, in the dtype of ``query``.
@@ -68,7 +68,7 @@ def split_attention(
         key: the keys.
         value: the values.
         segments: the sample of each token; EMPTY on padding.
-        implementation: as for `pallas_kernels.flash_attention`.
+        implementation: the implementation of `pallas_kernels.flash_attention`. None chooses by the device.
 
     Returns:
         The weighted means of the values for the rank's tokens, as in `packed_attention`.
