@@ -95,7 +95,7 @@ def engine(servers, tmp_path, monkeypatch):
 
     def make(addresses=(FIRST, SECOND), **settings):
         settings = EngineRequests(**{"weights": tmp_path / "weights", "patience": 0.3, **settings})
-        return HttpEngine(addresses, tmp_path, TINY, settings, httpx2.MockTransport(answer))
+        return HttpEngine(addresses, tmp_path, TINY, settings, transport=httpx2.MockTransport(answer))
 
     return make
 

@@ -57,7 +57,7 @@ def engine(folder, worker, tmp_path):
     """Return the engine of a run whose server is an application in this process."""
     settings = EngineRequests(weights=tmp_path / "weights", retries=0, patience=1.0)
     transport = httpx2.ASGITransport(make_app(worker))
-    made = HttpEngine((ADDRESS,), folder, load_config(folder), settings, transport)
+    made = HttpEngine((ADDRESS,), folder, load_config(folder), settings, transport=transport)
     yield made
     made.close()
 

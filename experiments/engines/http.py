@@ -43,6 +43,7 @@ class HttpEngine:
         source: the folder of the checkpoint that the run started from.
         config: the sizes of the model.
         settings: the limits of requests.
+        sends: whether `sync` sends weights. False for servers that were started with the run's.
         transport: the transport of the HTTP client, for tests. None for the network.
     """
 
@@ -52,10 +53,12 @@ class HttpEngine:
         source: Path,
         config: ModelConfig,
         settings: EngineRequests,
+        *,
+        sends: bool = True,
         transport: httpx2.AsyncBaseTransport | None = None,
     ):
         self._addresses, self._config, self._settings = addresses, config, settings
-        self._transport = transport
+        self._sends, self._transport = sends, transport
         self._folders = WeightFolders(source, settings.weights)
         self._version: int | None = None
 
@@ -65,7 +68,8 @@ class HttpEngine:
         Raises:
             EngineError: if a server cannot load the weights, or no server answers.
         """
-        if version == self._version:
+        if version == self._version or not self._sends:
+            self._version = version
             return Sent()
         start = time.perf_counter()
         written = self._folders.write(policy, version)

@@ -1,0 +1,214 @@
+"""Runs whose responses come from servers in other processes."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from experiments.engines.embedded import EmbeddedEngine
+from experiments.engines.http import HttpEngine
+from experiments.engines.protocol import Sampling
+from experiments.engines.servers import EngineError
+from experiments.engines.settings import EngineRequests
+from experiments.examples.tiny_checkpoint import make_checkpoint
+from experiments.rl.configs import Train
+from experiments.rl.generation import Watch
+from experiments.rl.metrics_log import read_metrics
+from experiments.rl.train import run_train
+from relibra_jax import Topology
+from relibra_jax.models import load_pretrained, token_log_probs
+from relibra_jax.models.hf_config import load_config
+from relibra_jax.nnx import ExpertParallel, expert_mesh
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[1]
+SETTINGS = {
+    "task": "count",
+    "warmup_steps": 1,
+    "steps": 2,
+    "prompts": 8,
+    "responses_per_prompt": 4,
+    "prompt_tokens": 80,
+    "response_tokens": 12,
+    "evaluation_batches": 0,
+    "anneal_steps": 20,
+    "micro_batches": 2,
+    "epochs": 1,
+}
+SGLANG = "RELIBRA_SGLANG_JAX"
+"""The variable that names the Python of an environment with sglang-jax; docs/guides/rollout-engines.md builds one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(command, port, seconds=300, **environment):
+    """Start a server, wait until it answers, and end it afterwards."""
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
+    try:
+        end = time.monotonic() + seconds
+        while True:
+            assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < end, "the server does not answer"
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            time.sleep(0.5)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def own_server(folder, samples, *options):
+    port = free_port()
+    command = [sys.executable, "-m", "experiments.serve", "--model", str(folder), "--port", str(port)]
+    command += ["--samples", str(samples), "--wait-seconds", "1", *options]
+    with serving(command, port) as process:
+        yield f"http://127.0.0.1:{port}", process
+
+
+def learned(metrics):
+    names = ("policy/loss", "policy/gradient_norm", "response/tokens", "reward/mean")
+    return [[line[name] for name in names] for line in metrics if line["kind"] == "learn"]
+
+
+def test_a_run_with_a_server_learns_what_a_run_alone_learns(folder, tmp_path):
+    alone = Train(model=folder, out=tmp_path / "alone", **SETTINGS)
+    with own_server(folder, 32, "--nodes", "2", "--ranks-per-node", "4") as (address, _):
+        served = dataclasses.replace(alone, engine=(address,), out=tmp_path / "served")
+        runs = [run_train(config, Console(quiet=True)) for config in (served, alone)]
+    metrics = [list(read_metrics(run / "seed-0" / "metrics.jsonl")) for run in runs]
+    np.testing.assert_allclose(*map(learned, metrics), rtol=1e-5, atol=1e-7)
+    for line in metrics[0]:
+        if line["kind"] == "learn":
+            assert line["rollout/retried"] == line["rollout/dropped"] == 0
+            assert line["mismatch/log_prob"] < 1e-5
+
+
+def test_a_server_killed_within_a_batch_costs_other_requests_alone(folder):
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
+    mesh, config = expert_mesh(topology, devices=jax.devices()[:1]), load_config(folder)
+    policy = load_pretrained(folder, mesh, topology)
+    prompts = np.random.default_rng(0).integers(3, 300, (16, 16)).astype(np.int32)
+    lengths, keys = np.full(16, 16, np.int32), jax.random.split(jax.random.key(0), 16)
+    sampling = Sampling(8, 1.0, 1.0, (2,), 1, np.ones(config.vocabulary, bool))
+    with own_server(folder, 2) as (first, process), own_server(folder, 2) as (second, _):
+        engine = HttpEngine((first, second), folder, config, EngineRequests(at_once=2))
+        engine.sync(policy, 3)
+
+        def kill(*_):
+            process.send_signal(signal.SIGKILL)
+            return False
+
+        generation = engine.generate(prompts, lengths, keys, sampling, watch=Watch(1, kill))
+        engine.close()
+    assert process.returncode == -signal.SIGKILL
+    assert not generation.dropped.any()
+    assert generation.retried <= 2 * EngineRequests().retries
+    embedded = EmbeddedEngine(
+        lambda: policy, ExpertParallel(mesh=mesh, topology=topology), wave_samples=None, float8=None
+    )
+    desired = embedded.generate(prompts, lengths, keys, sampling).responses
+    np.testing.assert_array_equal(generation.responses.tokens, desired.tokens)
+
+
+def test_a_run_without_its_server_saves_its_state(folder, tmp_path):
+    with own_server(folder, 32, "--nodes", "2", "--ranks-per-node", "4") as (address, process):
+        config = Train(
+            model=folder,
+            out=tmp_path / "run",
+            engine=(address,),
+            requests=EngineRequests(patience=2.0),
+            **{**SETTINGS, "checkpoint_every": 100},
+        )
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with pytest.raises(
+            EngineError, match=rf"no server has answered for 2 s: {address}.*saved step 1; resume"
+        ):
+            run_train(config, Console(quiet=True))
+    assert (tmp_path / "run" / "seed-0" / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.skipif(SGLANG not in os.environ, reason=f"{SGLANG} names no Python with sglang-jax")
+def test_sglang_jax_samples_and_routes_as_our_model_does(tmp_path):
+    """It has no way to take weights over HTTP, so it is started again on a folder of other weights."""
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
+    mesh = expert_mesh(topology, devices=jax.devices()[:1])
+    # Its attention needs heads of 128.
+    folders = [make_checkpoint(tmp_path / str(seed), seed=seed, head_width=128) for seed in (0, 1)]
+    prompts = np.random.default_rng(0).integers(3, 300, (4, 8)).astype(np.int32)
+    lengths, keys = np.full(4, 8, np.int32), jax.random.split(jax.random.key(0), 4)
+    for folder in folders:
+        config, port = load_config(folder), free_port()
+        sampling = Sampling(8, 1.0, 1.0, (2,), 1, np.ones(config.vocabulary, bool))
+        command = [os.environ[SGLANG], "-u", "-m", "sgl_jax.launch_server", "--model-path", str(folder)]
+        command += [
+            "--device",
+            "cpu",
+            "--tp-size",
+            "1",
+            "--dtype",
+            "float32",
+            "--attention-backend",
+            "native",
+        ]
+        command += ["--nnodes", "1", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--port", str(port)]
+        command += [
+            "--mem-fraction-static",
+            "0.1",
+            "--max-total-tokens",
+            "4096",
+            "--max-running-requests",
+            "4",
+        ]
+        command += ["--page-size", "1", "--chunked-prefill-size", "-1", "--disable-overlap-schedule"]
+        command += ["--disable-precompile", "--skip-server-warmup", "--disable-radix-cache"]
+        command += ["--enable-return-routed-experts", "--random-seed", "3"]
+        with serving(command, port, JAX_PLATFORMS="cpu", XLA_FLAGS="", HF_HUB_OFFLINE="1"):
+            engine = HttpEngine((f"http://127.0.0.1:{port}",), folder, config, EngineRequests(), sends=False)
+            policy = load_pretrained(folder, mesh, topology)
+            engine.sync(policy, 0)
+            responses = engine.generate(prompts, lengths, keys, sampling).responses
+        parallel = ExpertParallel(mesh=mesh, topology=topology)
+        log_probs, ids = run_live(policy, responses, parallel)
+        where = responses.response_mask
+        np.testing.assert_allclose(responses.log_probs[where], log_probs[where], atol=1e-5)
+        # The last token of a response has no route of its own.
+        recorded = responses.mask & np.roll(responses.mask, -1, axis=1)
+        same = np.sort(ids, -1)[recorded] == np.sort(responses.expert_ids, -1)[recorded]
+        assert same.all()
+
+
+def run_live(policy, responses, parallel):
+    """Return the log-probabilities and the experts of tokens when our model routes live."""
+
+    @nnx.jit
+    def run(policy, tokens, mask):
+        output = policy(tokens, mask, parallel=parallel)
+        return token_log_probs(policy, output.hidden, tokens, parallel=parallel), output.expert_ids
+
+    return map(np.asarray, run(policy, responses.tokens, responses.mask))
