@@ -222,6 +222,18 @@ def test_a_server_that_comes_back_gets_the_weights_first(engine, servers, monkey
     assert [body["weight_version"] for body in server.loaded] == ["8", "8"]
 
 
+def test_a_server_with_weights_from_before_gets_the_newest_ones(engine, servers, monkeypatch):
+    """It was started again between two batches, so no request has failed."""
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    one, server = engine((FIRST,), at_once=2), servers[FIRST]
+    check(generate(one, version=4))
+    server.version = "default"
+    generation = generate(one, version=4)
+    check(generation)
+    assert 1 <= generation.retried <= 2
+    assert [body["weight_version"] for body in server.loaded] == ["4", "4"]
+
+
 def test_no_server_is_an_error_with_addresses_and_seconds(engine, servers):
     one, start = engine(retries=5), time.monotonic()
     one.sync(POLICY, 0)

@@ -20,6 +20,10 @@ class BadAnswer(ValueError):
     """An answer that may not enter a batch. The message says what is wrong with it."""
 
 
+class OtherWeights(BadAnswer):
+    """An answer of a server whose weights are of another version, for example because it was started again."""
+
+
 class Answer(NamedTuple):
     """A response that a server has sampled, with R tokens after a prompt of P."""
 
@@ -49,7 +53,7 @@ def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfi
         The response.
 
     Raises:
-        BadAnswer: if something is missing or wrong.
+        BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
     """
     try:
         tokens, meta = np.asarray(answer["output_ids"], np.int64), answer["meta_info"]
@@ -88,7 +92,7 @@ def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfi
 def _check_version(meta: Mapping[str, Any], version: int) -> None:
     actual = meta.get("weight_version")
     if actual not in (None, str(version)):
-        raise BadAnswer(f"sampled with weights of version {actual}, where {version} were sent")
+        raise OtherWeights(f"sampled with weights of version {actual}, where {version} were sent")
 
 
 def _read_routes(

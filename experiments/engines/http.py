@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Key
 
-from experiments.engines.answers import Answer, BadAnswer, read_answer
+from experiments.engines.answers import Answer, BadAnswer, OtherWeights, read_answer
 from experiments.engines.protocol import Generation, Sampling, Sent
 from experiments.engines.servers import EngineError, Server, ServerDown, Servers
 from experiments.engines.settings import EngineRequests
@@ -129,7 +129,7 @@ class HttpEngine:
                 except (ServerDown, BadAnswer) as error:
                     failure: Exception = error
                     reason = f"{server.address}: sample {sample}: {error}"
-                    if isinstance(error, ServerDown):
+                    if isinstance(error, ServerDown | OtherWeights):
                         servers.mark_down(server, str(error))
         if isinstance(failure, ServerDown) or self._settings.bad_answers == "stop":
             raise EngineError(f"{reason} (after {attempts} attempts)")

@@ -120,7 +120,7 @@ class Servers:
             self._notify()
 
     def mark_down(self, server: Server, reason: str) -> None:
-        """Give a server no more requests, until `revive` finds that it is back."""
+        """Give a server no more requests, until `revive` finds that it answers and has sent it the newest weights."""
         server.up = False
         self._reasons[server.address] = reason
         self._notify()
