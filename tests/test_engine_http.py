@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments.engines import weights
-from experiments.engines.http import HttpEngine
+from experiments.engines.http import HttpEngine, seeds_of
 from experiments.engines.protocol import Sampling, Sent
 from experiments.engines.servers import EngineError
 from experiments.engines.settings import EngineRequests
@@ -37,6 +37,7 @@ class FakeServer:
 
     def __init__(self):
         self.requests, self.loaded, self.version = [], [], "default"
+        self.takes_keys = False
         self.dead, self.most_at_once, self._now = False, 0, 0
         self.change = lambda answer, body: answer
 
@@ -45,6 +46,8 @@ class FakeServer:
             raise httpx2.ConnectError("connection refused")
         if request.url.path == "/health":
             return httpx2.Response(200)
+        if request.url.path == "/get_model_info":
+            return httpx2.Response(200, json={"takes_keys": self.takes_keys})
         body = json.loads(request.content)
         if request.url.path == "/update_weights_from_disk":
             self.loaded.append(body)
@@ -128,6 +131,7 @@ def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
     requests = [request for server in servers.values() for request in server.requests]
     seeds = [request["sampling_params"]["sampling_seed"] for request in requests]
     assert len(set(seeds)) == len(requests) == SAMPLES
+    assert all(0 <= seed < 2**31 for seed in seeds), "some engines take no more"
     for server in servers.values():
         assert server.most_at_once == 3, "a server has at most so many requests at a time"
     assert requests[0]["sampling_params"] | {"sampling_seed": 0} == {
@@ -135,11 +139,20 @@ def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
         "temperature": 1.0,
         "top_p": 0.9,
         "stop_token_ids": [7],
+        "no_stop_trim": True,
         "logit_bias": {"9": -1e9},
         "sampling_seed": 0,
     }
     assert requests[0]["return_logprob"]
     assert requests[0]["return_routed_experts"]
+
+
+def test_servers_that_take_keys_get_the_random_keys(engine, servers):
+    servers[FIRST].takes_keys = True
+    check(generate(engine((FIRST,))))
+    seeds = {request["input_ids"][0]: request for request in servers[FIRST].requests}
+    sent = [seeds[PROMPTS[sample, 0]]["sampling_params"]["sampling_seed"] for sample in range(SAMPLES)]
+    assert sent == seeds_of(KEYS)
 
 
 def test_sync_lets_all_servers_load_a_version_once(engine, servers, tmp_path):

@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from experiments.engines.embedded import EmbeddedEngine
@@ -27,8 +26,9 @@ from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.train import run_train
+from experiments.rl.trainer import Trainer
 from relibra_jax import Topology
-from relibra_jax.models import load_pretrained, token_log_probs
+from relibra_jax.models import load_pretrained, save_pretrained
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 
@@ -154,17 +154,14 @@ def test_a_run_without_its_server_saves_its_state(folder, tmp_path):
 
 
 @pytest.mark.skipif(SGLANG not in os.environ, reason=f"{SGLANG} names no Python with sglang-jax")
-def test_sglang_jax_samples_and_routes_as_our_model_does(tmp_path):
-    """It has no way to take weights over HTTP, so it is started again on a folder of other weights."""
-    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
-    mesh = expert_mesh(topology, devices=jax.devices()[:1])
+def test_a_run_learns_from_sglang_jax(tmp_path):
+    """It has no way to take weights over HTTP, so it is started again on the folder of the trained ones."""
     # Its attention needs heads of 128.
-    folders = [make_checkpoint(tmp_path / str(seed), seed=seed, head_width=128) for seed in (0, 1)]
-    prompts = np.random.default_rng(0).integers(3, 300, (4, 8)).astype(np.int32)
-    lengths, keys = np.full(4, 8, np.int32), jax.random.split(jax.random.key(0), 4)
-    for folder in folders:
-        config, port = load_config(folder), free_port()
-        sampling = Sampling(8, 1.0, 1.0, (2,), 1, np.ones(config.vocabulary, bool))
+    folder = make_checkpoint(tmp_path / "first", head_width=128)
+    config = Train(model=folder, **{**SETTINGS, "warmup_steps": 0})
+    trainer = Trainer(config, 0)
+    for step in range(config.steps):
+        port = free_port()
         command = [os.environ[SGLANG], "-u", "-m", "sgl_jax.launch_server", "--model-path", str(folder)]
         command += [
             "--device",
@@ -189,26 +186,12 @@ def test_sglang_jax_samples_and_routes_as_our_model_does(tmp_path):
         command += ["--disable-precompile", "--skip-server-warmup", "--disable-radix-cache"]
         command += ["--enable-return-routed-experts", "--random-seed", "3"]
         with serving(command, port, JAX_PLATFORMS="cpu", XLA_FLAGS="", HF_HUB_OFFLINE="1"):
-            engine = HttpEngine((f"http://127.0.0.1:{port}",), folder, config, EngineRequests(), sends=False)
-            policy = load_pretrained(folder, mesh, topology)
-            engine.sync(policy, 0)
-            responses = engine.generate(prompts, lengths, keys, sampling).responses
-        parallel = ExpertParallel(mesh=mesh, topology=topology)
-        log_probs, ids = run_live(policy, responses, parallel)
-        where = responses.response_mask
-        np.testing.assert_allclose(responses.log_probs[where], log_probs[where], atol=1e-5)
-        # The last token of a response has no route of its own.
-        recorded = responses.mask & np.roll(responses.mask, -1, axis=1)
-        same = np.sort(ids, -1)[recorded] == np.sort(responses.expert_ids, -1)[recorded]
-        assert same.all()
-
-
-def run_live(policy, responses, parallel):
-    """Return the log-probabilities and the experts of tokens when our model routes live."""
-
-    @nnx.jit
-    def run(policy, tokens, mask):
-        output = policy(tokens, mask, parallel=parallel)
-        return token_log_probs(policy, output.hidden, tokens, parallel=parallel), output.expert_ids
-
-    return map(np.asarray, run(policy, responses.tokens, responses.mask))
+            trainer.sampler.engine = HttpEngine(
+                (f"http://127.0.0.1:{port}",), folder, config.model_config, EngineRequests(), sends=False
+            )
+            metrics = trainer.learn()
+        assert metrics["mismatch/log_prob_quantiles"][-1] < 1e-4
+        # Our router would choose the same experts for every token that the engine has run.
+        assert metrics["routing/changed_share"] <= config.samples / metrics["batch/tokens"]
+        folder = tmp_path / f"step-{step}"
+        save_pretrained(trainer.state.agent.policy, folder, source=config.model)

@@ -153,6 +153,7 @@ def test_read_request_takes_the_fields_that_runs_send():
         "temperature": 0.5,
         "top_p": 0.9,
         "stop_token_ids": [2],
+        "no_stop_trim": True,
         "logit_bias": {"4": -1e9},
         "sampling_seed": seed,
     }

@@ -4,8 +4,8 @@ Each sample is a request of its own, so that servers can batch them as they like
 answer is checked (`experiments.engines.answers`) before it enters the batch. Bad answers are asked for again. A sample
 whose answers are all bad ends the run or is dropped, by a setting.
 
-The seed of a request is the sample's random key, 64 bits. The server of this project (`python -m experiments.serve`)
-draws with that key what the embedded engine draws; other engines draw their own numbers with it, or ignore it.
+The server of this project (`python -m experiments.serve`) gets the random key of each sample, 64 bits, as the seed, and
+draws what the embedded engine draws. Other engines get 31 bits of it, and draw their own numbers, or ignore it.
 """
 
 import functools
@@ -117,13 +117,14 @@ class HttpEngine:
                         samples.start_soon(self._sample, servers, batch, sample, seed)
                 background.cancel_scope.cancel()
 
-    async def _sample(self, servers: Servers, batch: "_Batch", sample: int, seed: int) -> None:
+    async def _sample(self, servers: Servers, batch: "_Batch", sample: int, key: int) -> None:
         """Ask for one sample until there is a good answer."""
-        request, attempts = batch.request(sample, seed), 1 + self._settings.retries
+        request, attempts = batch.request(sample), 1 + self._settings.retries
         for attempt in range(attempts):
             batch.retried += attempt > 0
             async with servers.borrow() as server:
                 try:
+                    request["sampling_params"]["sampling_seed"] = await server.seed(key)
                     batch.add(sample, await server.post("/generate", request), self._version or 0)
                     return
                 except (ServerDown, BadAnswer) as error:
@@ -173,8 +174,8 @@ class _Batch:
         self._answers: list[Answer | None] = [None] * len(prompts)
         self.retried = 0
 
-    def request(self, sample: int, seed: int) -> dict[str, Any]:
-        """Return the request for a sample, in SGLang's format."""
+    def request(self, sample: int) -> dict[str, Any]:
+        """Return the request for a sample, in SGLang's format without a seed."""
         sampling = self._sampling
         return {
             "input_ids": self._prompts[sample, : self._lengths[sample]].tolist(),
@@ -185,8 +186,9 @@ class _Batch:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "stop_token_ids": list(sampling.ends),
+                # Without it, some versions leave the end token out of the tokens.
+                "no_stop_trim": True,
                 "logit_bias": {str(token): FORBIDDEN for token in np.flatnonzero(~sampling.allowed)},
-                "sampling_seed": seed,
             },
         }
 

@@ -4,7 +4,8 @@
 ``POST /generate``                      ``input_ids`` of one prompt or a list of prompts, ``sampling_params``,
                                         ``return_routed_experts``
 ``POST /update_weights_from_disk``      ``model_path``, ``weight_version``; after the requests before it
-``GET /get_model_info``                 the folder and version of the weights, and sizes of the model
+``GET /get_model_info``                 the folder and version of the weights, sizes of the model, and that a
+                                        ``sampling_seed`` is a random key of 64 bits
 ``GET /health``                         200 while the worker lives
 ``POST /flush_cache``                   200; no prompt is kept from one request to another
 ======================================  ===============================================================================
@@ -52,6 +53,7 @@ def make_app(worker: Worker) -> Starlette:
 
     async def model_info(_: HttpRequest) -> Response:
         sizes = {
+            "takes_keys": True,
             "num_experts": config.num_experts,
             "top_k": config.top_k,
             "moe_layers": config.moe_layers,

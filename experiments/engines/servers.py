@@ -42,6 +42,7 @@ class Server:
         self.requests = 0
         """The number of requests that it has now."""
         self.up = True
+        self._takes_keys: bool | None = None
         self.version: int | None = None
         """The version of its weights, as far as this process knows."""
 
@@ -66,13 +67,37 @@ class Server:
         except ValueError:
             raise ServerDown(f"an answer that is not JSON: {_one_line(response.text)}") from None
 
+    async def seed(self, key: int) -> int:
+        """Return the seed for a random key of 64 bits: the key for servers of this project, 31 bits of it for others.
+
+        Raises:
+            ServerDown: if the server does not answer.
+        """
+        if self._takes_keys is None:
+            info = await self._get("/get_model_info")
+            self._takes_keys = isinstance(info, Mapping) and bool(info.get("takes_keys"))
+        return key if self._takes_keys else key & 0x7FFFFFFF
+
     async def is_healthy(self) -> bool:
         """Ask whether the server answers."""
         try:
-            response = await self._client.get(f"{self.address}/health", timeout=QUICK_SECONDS)
-        except (httpx2.HTTPError, OSError):
+            await self._get("/health")
+        except ServerDown:
             return False
-        return response.status_code == 200
+        return True
+
+    async def _get(self, path: str) -> Any:
+        """Return the answer as JSON, or None if it is something else."""
+        try:
+            response = await self._client.get(f"{self.address}{path}", timeout=QUICK_SECONDS)
+        except (httpx2.HTTPError, OSError) as error:
+            raise ServerDown(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+        if response.status_code != 200:
+            raise ServerDown(f"{path}: {response.status_code} {_one_line(response.text)}")
+        try:
+            return response.json()
+        except ValueError:
+            return None
 
     async def load(self, folder: str, version: int) -> None:
         """Let the server load a folder of weights.

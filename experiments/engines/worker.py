@@ -247,6 +247,7 @@ def read_request(body: Mapping[str, Any], prompt: Any, vocabulary: int) -> Reque
         ends=ends,
         forbidden=tuple(sorted(forbidden)),
     )
+    params.pop("no_stop_trim", None)  # The end token is always there.
     seed = int(params.pop("sampling_seed", None) or 0)
     if params:
         raise ValueError(f"sampling_params: {', '.join(sorted(params))} not supported")
