@@ -16,7 +16,8 @@ from experiments.engines.http import HttpEngine, seeds_of
 from experiments.engines.protocol import Sampling, Sent
 from experiments.engines.servers import EngineError
 from experiments.engines.settings import EngineRequests
-from experiments.examples.tiny_checkpoint import ONE_RANK
+from experiments.examples.tiny_checkpoint import ONE_RANK, make_checkpoint
+from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.policy import TINY
 from relibra_jax.models import LanguageModel
@@ -299,3 +300,55 @@ def test_a_watch_sees_responses_as_they_end(engine):
 
     check(generate(engine(at_once=2), Watch(16, look)))
     assert seen == [1, 2, 3], "it is not called again after it returned False"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": ("localhost:30000",)}, "engine 'localhost:30000' must be an address such as http://host"),
+        ({"engine": (FIRST,)}, "engine=http://first:1 needs a model: servers load checkpoints"),
+        ({"requests": EngineRequests(retries=1)}, r"engine is empty, so nothing uses EngineRequests\("),
+        ({"staleness": 1}, "staleness=1 needs an engine"),
+        ({"staleness": 2}, "staleness=2 must be 0 or 1"),
+    ],
+)
+def test_settings_of_engines_that_do_not_fit_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Train(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wave_samples": 64}, "wave_samples=64 is for sampling without an engine"),
+        ({"float8_above": 1.5}, "float8_above=1.5 is for sampling without an engine"),
+        ({"staleness": 1, "algorithm": "dapo"}, "staleness=1 is not for algorithm=dapo"),
+        (
+            {
+                "requests": EngineRequests(bad_answers="drop"),
+                "algorithm": "tppo",
+                "window": 24,
+                "response_tokens": 48,
+            },
+            "requests.bad_answers=drop is not for algorithm=tppo",
+        ),
+    ],
+)
+def test_settings_that_are_not_for_servers_are_named(settings, message, tmp_path):
+    folder = make_checkpoint(tmp_path / "tiny")
+    with pytest.raises(ValueError, match=message):
+        Train(model=folder, engine=(FIRST,), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"at_once": 0}, "at_once=0 must be an integer of at least 1"),
+        ({"retries": -1}, "retries=-1 must be an integer of at least 0"),
+        ({"seconds": 0.0}, "seconds=0.0 must be positive and finite"),
+        ({"bad_answers": "ignore"}, "bad_answers 'ignore' must be one of stop, drop"),
+    ],
+)
+def test_requests_have_limits(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EngineRequests(**settings)

@@ -99,13 +99,18 @@ def test_a_run_with_a_server_learns_what_a_run_alone_learns(folder, tmp_path):
     alone = Train(model=folder, out=tmp_path / "alone", **SETTINGS)
     with own_server(folder, 32, "--nodes", "2", "--ranks-per-node", "4") as (address, _):
         served = dataclasses.replace(alone, engine=(address,), out=tmp_path / "served")
-        runs = [run_train(config, Console(quiet=True)) for config in (served, alone)]
-    metrics = [list(read_metrics(run / "seed-0" / "metrics.jsonl")) for run in runs]
+        stale = dataclasses.replace(served, out=tmp_path / "stale", staleness=1, steps=3)
+        runs = [run_train(config, Console(quiet=True)) for config in (served, alone, stale)]
+    *metrics, of_stale = [list(read_metrics(run / "seed-0" / "metrics.jsonl")) for run in runs]
     np.testing.assert_allclose(*map(learned, metrics), rtol=1e-5, atol=1e-7)
     for line in metrics[0]:
         if line["kind"] == "learn":
             assert line["rollout/retried"] == line["rollout/dropped"] == 0
             assert line["mismatch/log_prob"] < 1e-5
+            assert line["rollout/staleness"] == 0
+    learning = [line for line in of_stale if line["kind"] == "learn"]
+    assert [line["rollout/staleness"] for line in learning] == [0, 1, 1]
+    np.testing.assert_allclose(learned(of_stale)[0], learned(metrics[0])[0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_server_killed_within_a_batch_costs_other_requests_alone(folder):

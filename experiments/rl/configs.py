@@ -155,6 +155,9 @@ class Train:
     engine: tuple[str, ...] = ()
     """The addresses of servers that sample the responses, such as http://host:30000, with SGLang's interface.
     They get the weights of every update, and need a ``model``. With none, the run samples on its own devices."""
+    staleness: int = 0
+    """The number of updates between the weights that sample a batch and those that learn from it: 0 or 1.
+    With 1, servers sample the next batch while the run learns. Planning ahead then has nothing to watch."""
     requests: EngineRequests = dataclasses.field(default_factory=EngineRequests)
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
@@ -394,10 +397,22 @@ class Train:
 
     def _check_engine(self) -> None:
         """Check that the servers have addresses, and that no setting of the own sampler is for them."""
+        if self.staleness not in (0, 1):
+            raise ValueError(
+                f"staleness={self.staleness} must be 0 or 1: with more, weights would change within a response"
+            )
         if not self.engine:
             if self.requests != EngineRequests():
                 raise ValueError(f"engine is empty, so nothing uses {self.requests}")
+            if self.staleness:
+                raise ValueError("staleness=1 needs an engine: the run's own devices train meanwhile")
             return
+        entry = self.algorithm_entry
+        if self.staleness and (entry.windows or entry.dynamic_sampling):
+            raise ValueError(
+                f"staleness=1 is not for algorithm={self.algorithm}: which prompts it samples next follows from this"
+                " batch"
+            )
         for address in self.engine:
             if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
                 raise ValueError(f"engine {address!r} must be an address such as http://host:30000")

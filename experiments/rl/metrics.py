@@ -82,6 +82,11 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "response/most_policies": Metric(
             "policies", "number of policies that sampled the longest response; null except in T-PPO"
         ),
+        "rollout/staleness": Metric(
+            "updates",
+            "mean number of updates between the weights that sampled a response and those that learn from it; null"
+            " without an engine",
+        ),
         "rollout/sync_seconds": Metric(
             "s", "writing the weights and waiting until servers have loaded them; null without an engine"
         ),
@@ -229,6 +234,7 @@ ALGORITHM_METRICS: Final = (
     "response/carried",
     "response/unfinished",
     "response/most_policies",
+    "rollout/staleness",
     "rollout/sync_seconds",
     "rollout/sync_bytes",
     "rollout/retried",

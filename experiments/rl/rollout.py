@@ -3,10 +3,14 @@
 Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to more prompts, until
 enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
 in the next rollout.
+
+With servers, the next batch can be sampled while the run learns from this one. Its weights are then those before the
+update: it is one update *stale*. The recompute computes its log-probabilities under the newer weights, which losses
+take for the old policy. A resumed run samples its first batch with the weights of the checkpoint.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -65,8 +69,22 @@ class Sampler:
     def __init__(self, config: Train, seed: int, state: State, prompts: Prompts):
         self.config, self.seed, self.state, self.prompts = config, seed, state, prompts
         self.engine = make_engine(config, state)
-        self._generations: list[Generation] = []
         self._sent = Sent()
+        self._background = ThreadPoolExecutor(1) if config.staleness else None
+        self._next: Future[Generation] | None = None
+        """The responses of the next step, if they are sampled already."""
+
+    def sync(self) -> None:
+        """Give the engine the weights of the run, after the responses that it is sampling."""
+        if self._next is not None:
+            self._next.result()
+        self._sent = self.engine.sync(self.state.agent.policy, self.state.step)
+
+    def close(self) -> None:
+        """End what runs beside the run, and free what the engine holds outside of this process."""
+        if self._background is not None:
+            self._background.shutdown()
+        self.engine.close()
 
     def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
         """Sample the responses of the next step, and start to score them.
@@ -80,41 +98,48 @@ class Sampler:
             The rollout.
         """
         entry = self.config.algorithm_entry
-        self._generations, self._sent = [], Sent()
         if entry.windows:
-            rollout = self._window(executor, watch, clock)
-        elif entry.dynamic_sampling:
-            rollout = self._dynamic_sampling(executor, clock)
-        else:
-            rollout = self._whole_responses(executor, watch, clock)
-        return rollout._replace(metrics={**rollout.metrics, **self._measure_engine()})
-
-    def _whole_responses(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
-        """Sample a whole response for every sample of the batch."""
-        examples = self.examples(self.state.step)
+            return self._window(executor, watch, clock)
+        if entry.dynamic_sampling:
+            return self._dynamic_sampling(executor, clock)
+        step = self.state.step
+        examples = self.examples(step)
         with clock("generate"):
-            responses, _, dropped, *_ = self.respond(examples, self._key(), watch=watch)
-        scoring = executor.submit(self.score, examples, responses, clock, ~dropped)
+            if self._next is None:
+                self.sync()
+                generation = self.respond(examples, self._key(step), watch=watch)
+            else:
+                generation = self._next.result()
+                self.sync()
+                self._next = None
+        if self._background is not None and step + 1 < self.config.warmup_steps + self.config.steps:
+            self._next = self._background.submit(self.respond, self.examples(step + 1), self._key(step + 1))
+        responses, finished = generation.responses, ~generation.dropped
+        scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
             responses,
             new_mask=responses.response_mask,
-            finished=~dropped,
+            finished=finished,
             rewards=lambda: share_rewards(scoring.result()),
             carried=None,
             tokens_run=int(responses.mask.sum()),
-            metrics={},
+            metrics=self._measure([generation]),
         )
 
     def _dynamic_sampling(self, executor: Executor, clock: StepClock) -> Rollout:
         """Make rollouts until enough prompts have rewards that differ, or the maximum number of rollouts is reached."""
         config, per_prompt = self.config, self.config.responses_per_prompt
         rollouts: list[tuple[Responses, Rewards]] = []
+        generations: list[Generation] = []
         differ = np.zeros(0, bool)
+        with clock("generate"):
+            self.sync()
         while len(rollouts) <= config.dapo.more_rollouts and differ.sum() < config.prompts:
             number = len(rollouts)
             examples = self.examples(self.state.step, number)
             with clock("generate"):
-                generation = self.respond(examples, jax.random.fold_in(self._key(), number))
+                generation = self.respond(examples, jax.random.fold_in(self._key(self.state.step), number))
+            generations.append(generation)
             responses, finished = generation.responses, ~generation.dropped
             with clock("score_wait"):
                 scoring = executor.submit(self.score, examples, responses, clock, finished)
@@ -141,6 +166,7 @@ class Sampler:
             carried=None,
             tokens_run=sum(int(each.mask.sum()) for each in all_responses),
             metrics={
+                **self._measure(generations),
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
                 "reward/overlong": float(penalty.mean()),
@@ -157,9 +183,11 @@ class Sampler:
         context = config.prompt_tokens + config.response_tokens - config.window
         rows, examples = self.next_rows(carried)
         with clock("generate"):
-            window = self._generate(
-                rows.tokens[:, :context], rows.lengths, config.window, self._key(), watch
-            ).responses
+            self.sync()
+            generation = self._generate(
+                rows.tokens[:, :context], rows.lengths, config.window, self._key(state.step), watch
+            )
+        window = generation.responses
         responses = join_windows(rows, window)
         lengths = responses.response_mask.sum(1)
         finished = responses.ended | (lengths == config.response_tokens)
@@ -172,6 +200,7 @@ class Sampler:
             carried=carry_unfinished(rows, responses, finished, step=state.step),
             tokens_run=int(responses.mask.sum()),
             metrics={
+                **self._measure([generation]),
                 "response/carried": int((~rows.free).sum()),
                 "response/unfinished": int((~finished).sum()),
                 "response/most_policies": int(-(-lengths.max() // config.window)),
@@ -272,7 +301,7 @@ class Sampler:
         *,
         responses_per_prompt: int = 1,
     ) -> Generation:
-        config, state, tokenizer = self.config, self.state, self.prompts.tokenizer
+        config, tokenizer = self.config, self.prompts.tokenizer
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=config.temperature,
@@ -281,9 +310,7 @@ class Sampler:
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
-        sent = self.engine.sync(state.agent.policy, state.step)
-        self._sent = Sent(self._sent.bytes + sent.bytes, self._sent.seconds + sent.seconds)
-        generation = self.engine.generate(
+        return self.engine.generate(
             prompts,
             lengths,
             jax.random.split(key, len(prompts)),
@@ -291,24 +318,23 @@ class Sampler:
             responses_per_prompt=responses_per_prompt,
             watch=watch,
         )
-        self._generations.append(generation)
-        return generation
 
-    def _measure_engine(self) -> dict[str, Any]:
+    def _measure(self, generations: list[Generation]) -> dict[str, Any]:
         """Return the metrics of the servers of a step. Without servers there are none."""
         if not self.config.engine:
             return {}
-        tokens = sum(int(each.responses.mask.sum()) for each in self._generations)
+        tokens = sum(int(each.responses.mask.sum()) for each in generations)
         return {
+            "rollout/staleness": float(np.mean([self.state.step - each.version for each in generations])),
             "rollout/sync_seconds": self._sent.seconds,
             "rollout/sync_bytes": self._sent.bytes,
-            "rollout/retried": sum(each.retried for each in self._generations),
-            "rollout/dropped": sum(int(each.dropped.sum()) for each in self._generations),
-            "rollout/filled_share": sum(each.filled for each in self._generations) / max(tokens, 1),
+            "rollout/retried": sum(each.retried for each in generations),
+            "rollout/dropped": sum(int(each.dropped.sum()) for each in generations),
+            "rollout/filled_share": sum(each.filled for each in generations) / max(tokens, 1),
         }
 
-    def _key(self) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), self.state.step)
+    def _key(self, step: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), step)
 
 
 def make_engine(config: Train, state: State) -> RolloutEngine:

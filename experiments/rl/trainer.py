@@ -99,8 +99,8 @@ class Trainer:
         return self.config.warmup_steps + self.config.steps
 
     def close(self) -> None:
-        """Free what the engine holds outside of this process."""
-        self.sampler.engine.close()
+        """End what runs beside the run, and free what the engine holds outside of this process."""
+        self.sampler.close()
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
         """Restore the latest checkpoint.
@@ -189,6 +189,7 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Score responses to the evaluation prompts, the same at every call and for every seed. Nothing is learned."""
         rewards: list[Rewards] = []
+        self.sampler.sync()
         for number in range(self.config.evaluation_batches):
             examples = self.prompts.groups((EVALUATION, number))
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, EVALUATION), number)
