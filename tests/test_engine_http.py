@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from experiments.engines import weights
 from experiments.engines.http import HttpEngine, seeds_of
@@ -20,6 +21,7 @@ from experiments.examples.tiny_checkpoint import ONE_RANK, make_checkpoint
 from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.policy import TINY
+from experiments.rl.run_folder import save_config, saved_config
 from relibra_jax.models import LanguageModel
 
 ENDS = (7,)
@@ -338,6 +340,15 @@ def test_settings_that_are_not_for_servers_are_named(settings, message, tmp_path
     folder = make_checkpoint(tmp_path / "tiny")
     with pytest.raises(ValueError, match=message):
         Train(model=folder, engine=(FIRST,), **settings)
+
+
+def test_settings_of_engines_are_saved_with_a_run(tmp_path):
+    requests = EngineRequests(retries=5, weights=tmp_path / "weights")
+    config = Train(model=make_checkpoint(tmp_path / "tiny"), engine=(FIRST, SECOND), requests=requests)
+    save_config(config, tmp_path, Console(quiet=True))
+    again = saved_config(tmp_path)
+    assert again == config
+    assert again.requests.weights == tmp_path / "weights"
 
 
 @pytest.mark.parametrize(

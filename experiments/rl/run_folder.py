@@ -93,21 +93,27 @@ def saved_config(folder: Path) -> Train:
         saved = parse_json(path.read_text())
         _check_types(saved, plain_settings(Train()))
         defaults = {field.name: getattr(Train(), field.name) for field in dataclasses.fields(Train)}
+        saved["requests"]["weights"] = _path(saved["requests"]["weights"])
         parts = {
             name: dataclasses.replace(default, **saved[name])
             for name, default in defaults.items()
             if dataclasses.is_dataclass(default) and not isinstance(default, type)
         }
-        model = None if saved.get("model") is None else Path(saved["model"])
-        return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
+        lists = {name: tuple(saved[name]) for name in ("seeds", "engine")}
+        return Train(**{**saved, **parts, **lists, "model": _path(saved.get("model"))})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
+
+
+def _path(saved: str | None) -> Path | None:
+    return None if saved is None else Path(saved)
 
 
 def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
     """Raise ValueError unless saved JSON has the types of the default settings.
 
-    Where the default is None, the saved setting may be None, a text or a number.
+    Where the default is None, the saved setting may be None, a text or a number. Lists that are empty by default are of
+    texts.
     """
     types = {float: (int, float), type(None): (str, int, float, type(None))}.get(
         type(default), (type(default),)
@@ -116,7 +122,7 @@ def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
         raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
     if isinstance(default, list):
         for element in saved:
-            _check_types(element, default[0], name)
+            _check_types(element, default[0] if default else "", name)
     if isinstance(default, dict):
         for key in saved.keys() & default.keys():
             _check_types(saved[key], default[key], key)
