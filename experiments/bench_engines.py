@@ -19,8 +19,7 @@ from rich.table import Table
 
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.http import HttpEngine
-from experiments.engines.protocol import RolloutEngine, Sampling
-from experiments.engines.servers import EngineError
+from experiments.engines.protocol import EngineError, RolloutEngine, Sampling
 from experiments.engines.settings import EngineRequests
 from experiments.interleaving import interleaved
 from experiments.program import run_program

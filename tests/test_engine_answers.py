@@ -36,7 +36,9 @@ def good():
     tokens = [5, 6, 7]
     meta = {
         "finish_reason": {"type": "stop", "matched": 7},
-        "weight_version": "4",
+        "weight_version": "run-4",
+        "prompt_tokens": PROMPT,
+        "completion_tokens": 3,
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
         "routed_experts": encode(routes(PROMPT + len(tokens))),
     }
@@ -44,7 +46,7 @@ def good():
 
 
 def read(answer, **options):
-    return read_answer(answer, PROMPT, sampling(**options), TINY, version=4)
+    return read_answer(answer, PROMPT, sampling(**options), TINY, version="run-4")
 
 
 def test_an_answer_has_tokens_log_probabilities_and_routes():
@@ -71,6 +73,7 @@ def test_a_response_of_the_largest_length_has_not_ended():
         "finish_reason": {"type": "length", "length": 4},
         "output_token_logprobs": [[-1.0, token] for token in (5, 6, 5, 6)],
         "routed_experts": encode(routes(PROMPT + 4)),
+        "completion_tokens": 4,
     }
     assert not read(answer).ended
 
@@ -96,16 +99,24 @@ OUTSIDE[4, 0, 1] = 16
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("text", "indices"),
+        ("text", "the answer has another form"),
+        ([], "the answer has another form"),
+        (changed(output_ids="5"), "tokens must be a list of integers, found 5"),
+        (changed(output_ids=[5.0, 6, 7]), r"tokens must be a list of integers, found \[5.0, 6, 7\]"),
+        (changed(output_ids=[2**70, 6, 7]), "token -1 may not be sampled"),
+        (changed(prompt_tokens=2), "prompt_tokens is 2, where there are 3"),
+        (changed(completion_tokens=4), "completion_tokens is 4, where there are 3"),
+        (changed(output_token_logprobs=[["-1", 5], [-1, 6], [-1, 7]]), "a log-probability is nan"),
+        (changed(output_token_logprobs=[[-(10**400), 5], [-1, 6], [-1, 7]]), "a log-probability is nan"),
         (changed(output_ids=None), "the answer lacks 'output_ids'"),
         (changed(output_token_logprobs=None), "the answer lacks 'output_token_logprobs'"),
         (changed(routed_experts=None), "the answer lacks 'routed_experts'"),
         (changed(routed_experts=""), "no routed_experts: does the server run with"),
-        (changed(weight_version="3"), "sampled with weights of version 3, where 4 were sent"),
+        (changed(weight_version="3"), "sampled with weights of version 3, where run-4 were sent"),
         (changed(finish_reason={"type": "abort"}), "the response ended by 'abort'"),
         (changed(finish_reason={"type": "length"}), "finish_reason 'length' after 3 of at most 4 tokens"),
-        (changed(output_ids=[]), "0 tokens, where 1 to 4 were asked for"),
-        (changed(output_ids=[5, 6, 5, 6, 7]), "5 tokens, where 1 to 4 were asked for"),
+        (changed(output_ids=[], completion_tokens=0), "0 tokens, where 1 to 4 were asked for"),
+        (changed(output_ids=[5, 6, 5, 6, 7], completion_tokens=5), "5 tokens, where 1 to 4 were asked for"),
         (changed(output_ids=[5, 9, 7]), "token 9 may not be sampled"),
         (changed(output_ids=[5, 999, 7]), "token 999 may not be sampled"),
         (changed(output_ids=[7, 6, 7]), "an end token is inside the response"),
@@ -134,7 +145,7 @@ def test_answers_of_sglang_jax_are_read():
     path = Path(__file__).parent / "golden" / "sglang_jax_answer.json"
     for answer, prompt in zip(json.loads(path.read_text()), (5, 3), strict=True):
         options = sampling(vocabulary=394, tokens=8)._replace(allowed=np.ones(394, bool))
-        read_one = read_answer(answer, prompt, options, TINY, version=0)
+        read_one = read_answer(answer, prompt, options, TINY, version=None)
         assert read_one.tokens.tolist() == answer["output_ids"]
         assert read_one.expert_ids.shape == (prompt + 8, 4, 2)
         assert read_one.filled == 1, "an engine does not run the last token"

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import threading
 import time
 
 import anyio
@@ -13,10 +15,10 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.engines import weights
-from experiments.engines.http import HttpEngine, seeds_of
-from experiments.engines.protocol import Sampling, Sent
-from experiments.engines.servers import EngineError
+from experiments.engines.http import HttpEngine
+from experiments.engines.protocol import EngineError, Sampling, Sent, seeds_of
 from experiments.engines.settings import EngineRequests
+from experiments.engines.weights import remove_left
 from experiments.examples.tiny_checkpoint import ONE_RANK, make_checkpoint
 from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
@@ -40,7 +42,10 @@ class FakeServer:
 
     def __init__(self):
         self.requests, self.loaded, self.version = [], [], "default"
-        self.takes_keys = False
+        self.info = {}
+        """What it tells about itself, besides the version."""
+        self.tells_version = True
+        self.load_status = 200
         self.dead, self.most_at_once, self._now = False, 0, 0
         self.change = lambda answer, body: answer
 
@@ -50,10 +55,13 @@ class FakeServer:
         if request.url.path == "/health":
             return httpx2.Response(200)
         if request.url.path == "/get_model_info":
-            return httpx2.Response(200, json={"takes_keys": self.takes_keys})
+            version = {"weight_version": self.version} if self.tells_version else {}
+            return httpx2.Response(200, json={**self.info, **version})
         body = json.loads(request.content)
         if request.url.path == "/update_weights_from_disk":
             self.loaded.append(body)
+            if self.load_status != 200:
+                return httpx2.Response(self.load_status, text="out of memory")
             self.version = body["weight_version"]
             return httpx2.Response(200, json={"success": True, "message": ""})
         assert request.url.path == "/generate"
@@ -70,7 +78,7 @@ class FakeServer:
             "output_ids": tokens,
             "meta_info": {
                 "finish_reason": {"type": "stop"},
-                "weight_version": self.version,
+                **({"weight_version": self.version} if self.tells_version else {}),
                 "output_token_logprobs": [[-1.0, token, None] for token in tokens],
                 "routed_experts": base64.b64encode(ids.tobytes()).decode(),
             },
@@ -88,13 +96,12 @@ def servers():
 def engine(servers, tmp_path, monkeypatch):
     """Return a function that makes an engine of the servers with other settings."""
 
-    def write(self, policy, version):
-        self.current = self._place / f"version-{version}"
-        self.current.mkdir(exist_ok=True)
-        return 100
+    def save(policy, folder, **_):
+        folder.mkdir()
+        (folder / "weights").write_bytes(bytes(100))
 
     monkeypatch.setattr(weights, "read_config", lambda source: {})
-    monkeypatch.setattr(weights.WeightFolders, "write", write)
+    monkeypatch.setattr(weights, "save_pretrained", save)
 
     async def answer(request):
         return await servers[f"http://{request.url.host}:{request.url.port}"].answer(request)
@@ -151,7 +158,7 @@ def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
 
 
 def test_servers_that_take_keys_get_the_random_keys(engine, servers):
-    servers[FIRST].takes_keys = True
+    servers[FIRST].info = {"takes_keys": True}
     check(generate(engine((FIRST,))))
     seeds = {request["input_ids"][0]: request for request in servers[FIRST].requests}
     sent = [seeds[PROMPTS[sample, 0]]["sampling_params"]["sampling_seed"] for sample in range(SAMPLES)]
@@ -163,16 +170,56 @@ def test_sync_lets_all_servers_load_a_version_once(engine, servers, tmp_path):
     assert one.sync(POLICY, 5).bytes == 100
     assert one.sync(POLICY, 5) == Sent()
     one.sync(POLICY, 6)
+    (own,) = (tmp_path / "weights").iterdir()
     for server in servers.values():
-        assert [(body["model_path"], body["weight_version"]) for body in server.loaded] == [
-            (str(tmp_path / "weights" / f"version-{version}"), str(version)) for version in (5, 6)
-        ]
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-6"]
+        paths = [body["model_path"] for body in server.loaded]
+        assert paths == [str(own / f"version-{version}") for version in (5, 6)]
+        assert len({body["weight_version"] for body in server.loaded}) == 2
+    assert [path.name for path in own.iterdir()] == ["version-6"]
     generation = generate(one, version=6)
     check(generation)
     assert (generation.version == 6).all()
     one.close()
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_runs_do_not_take_each_others_weights(engine, servers, tmp_path):
+    """Neither from the servers that they share, nor from the folder."""
+    one, other = engine((FIRST,)), engine((FIRST,))
+    check(generate(one, version=3))
+    other.sync(POLICY, 3)
+    generation = generate(one, version=3)
+    check(generation)
+    assert [body["weight_version"] for body in servers[FIRST].loaded] == [
+        servers[FIRST].loaded[0]["weight_version"],
+        servers[FIRST].loaded[1]["weight_version"],
+        servers[FIRST].loaded[0]["weight_version"],
+    ]
+    other.close()
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+    one.close()
+
+
+def test_weights_in_memory_of_processes_that_are_gone_are_removed(tmp_path):
+    alive, gone = (tmp_path / f"relibra-weights-{process}-ab" for process in (os.getpid(), 2**22 + 1))
+    for folder in (alive, gone):
+        (folder / "version-3").mkdir(parents=True)
+    remove_left(tmp_path)
+    assert alive.exists()
+    assert not gone.exists()
+
+
+def test_no_room_for_weights_names_the_setting(engine, servers, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_pretrained", full)
+    one = engine()
+    for _ in range(2):
+        with pytest.raises(
+            EngineError, match=r"version-1: No space left on device; --requests.weights names"
+        ):
+            one.sync(POLICY, 1)
 
 
 def test_a_bad_answer_is_asked_for_again(engine, servers):
@@ -235,7 +282,8 @@ def test_a_server_that_comes_back_gets_the_weights_first(engine, servers, monkey
     generation = generate(one, version=8)
     check(generation)
     assert generation.retried >= 1
-    assert [body["weight_version"] for body in server.loaded] == ["8", "8"]
+    first, again = server.loaded
+    assert first == again
 
 
 def test_a_server_with_weights_from_before_gets_the_newest_ones(engine, servers, monkeypatch):
@@ -246,8 +294,98 @@ def test_a_server_with_weights_from_before_gets_the_newest_ones(engine, servers,
     server.version = "default"
     generation = generate(one, version=4)
     check(generation)
+    assert generation.retried == 0, "it was asked before the first request"
+    first, again = server.loaded
+    assert first == again
+
+
+def test_a_server_that_loses_its_weights_within_a_batch_gets_them_again(engine, servers, monkeypatch):
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    one, server = engine((FIRST,), at_once=2), servers[FIRST]
+
+    def restart(answer, body):
+        server.version, server.change = "default", lambda answer, body: answer
+        answer["meta_info"]["weight_version"] = "default"
+        return answer
+
+    server.change = restart
+    generation = generate(one, version=4)
+    check(generation)
     assert 1 <= generation.retried <= 2
-    assert [body["weight_version"] for body in server.loaded] == ["4", "4"]
+    first, again = server.loaded
+    assert first == again
+
+
+def test_a_server_that_was_down_during_sync_samples_only_with_the_new_weights(engine, servers, monkeypatch):
+    """Also one that never tells its version."""
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    one, second = engine(at_once=2), servers[SECOND]
+    second.tells_version = False
+    check(generate(one, version=1))
+    second.dead = True
+    one.sync(POLICY, 2)
+    second.dead = False
+    requests = len(second.requests)
+    generation = generate(one, version=2)
+    check(generation)
+    assert (generation.version == 2).all()
+    if len(second.requests) > requests:
+        assert second.loaded[-1]["model_path"].endswith("version-2")
+
+
+def test_servers_that_cannot_load_end_the_run_after_the_patience(engine, servers, monkeypatch):
+    """They answer that they are healthy, so they are asked again and again."""
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    for server in servers.values():
+        server.load_status = 500
+    one = engine()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"no server has answered for 0.3 s: .*500 out of memory"):
+            one.sync(POLICY, 1)
+
+
+def test_a_busy_server_is_asked_again_and_keeps_its_weights(engine, servers, monkeypatch):
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)
+    busy = iter([True, True] + [False] * 100)
+    servers[FIRST].change = lambda answer, body: httpx2.Response(429) if next(busy) else answer
+    generation = generate(engine((FIRST,)))
+    check(generation)
+    assert generation.retried == 0
+    assert len(servers[FIRST].loaded) == 1
+
+
+def test_a_server_that_is_always_wrong_does_not_get_the_same_sample_again(engine, servers):
+    def nan(answer, body):
+        answer["meta_info"]["output_token_logprobs"][0][0] = None
+        return answer
+
+    servers[FIRST].change = nan
+    check(generate(engine(at_once=2, retries=1)))
+    asked = [request["input_ids"][0] for request in servers[FIRST].requests]
+    assert len(set(asked)) == len(asked)
+
+
+def test_another_model_behind_an_address_is_named(engine, servers):
+    servers[SECOND].info = {"num_experts": 64}
+    with pytest.raises(EngineError, match="http://second:2: another model, with num_experts=64, not 16"):
+        engine().sync(POLICY, 1)
+
+
+def test_a_closed_engine_ends_its_generation(engine, servers):
+    one = engine(patience=30.0)
+    one.sync(POLICY, 0)
+    for server in servers.values():
+        server.dead = True
+    threading.Timer(0.5, one.close).start()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        one.generate(PROMPTS, LENGTHS, KEYS, SAMPLING)
+
+
+def test_a_batch_without_half_of_its_samples_ends_the_run(engine, servers):
+    for server in servers.values():
+        server.change = lambda answer, body: answer if body["input_ids"][0] < 5 else {"output_ids": []}
+    with pytest.raises(EngineError, match="8 of 12 samples have no good answer; the last reason: http"):
+        generate(engine(retries=0, bad_answers="drop"))
 
 
 def test_no_server_is_an_error_with_addresses_and_seconds(engine, servers):
@@ -308,6 +446,9 @@ def test_a_watch_sees_responses_as_they_end(engine):
     ("settings", "message"),
     [
         ({"engine": ("localhost:30000",)}, "engine 'localhost:30000' must be an address such as http://host"),
+        ({"engine": ("http://",)}, "engine 'http://' must be an address such as http://host"),
+        ({"engine": ("http://host:999999",)}, "engine 'http://host:999999' must be an address"),
+        ({"engine": (FIRST, FIRST)}, "engine 'http://first:1' is given 2 times"),
         ({"engine": (FIRST,)}, "engine=http://first:1 needs a model: servers load checkpoints"),
         ({"requests": EngineRequests(retries=1)}, r"engine is empty, so nothing uses EngineRequests\("),
         ({"staleness": 1}, "staleness=1 needs an engine"),

@@ -1,6 +1,7 @@
 """The server of this project answers what the embedded engine samples, with the weights that it was sent."""
 
 import dataclasses
+import time
 
 import anyio
 import httpx2
@@ -10,10 +11,9 @@ import pytest
 from flax import nnx
 
 from experiments.engines.embedded import EmbeddedEngine
-from experiments.engines.http import HttpEngine, seeds_of
-from experiments.engines.protocol import Sampling
+from experiments.engines.http import HttpEngine
+from experiments.engines.protocol import EngineError, Sampling, seeds_of
 from experiments.engines.server import make_app
-from experiments.engines.servers import EngineError
 from experiments.engines.settings import EngineRequests
 from experiments.engines.worker import Draw, Request, Worker, read_request
 from experiments.examples import tiny_checkpoint
@@ -126,6 +126,29 @@ def test_a_server_refuses_weights_of_another_model(folder, engine, tmp_path, mon
         ({"input_ids": [[]]}, "a prompt must have at least one token"),
         ({"input_ids": [5]}, "stop_token_ids must name at least one token"),
         ({"input_ids": [5], "sampling_params": {"stop_token_ids": "x"}}, "stop_token_ids: expected a list"),
+        ({"input_ids": [5.9]}, "input_ids: expected an integer, found 5.9"),
+        ({"input_ids": [5], "sampling_params": []}, "stop_token_ids must name at least one token"),
+        ({"input_ids": [5], "sampling_params": [1]}, "sampling_params and logit_bias must be objects"),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "top_p": None}},
+            "top_p: expected a number",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "top_p": 2}},
+            "top_p=2.0 must be above 0",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "max_new_tokens": 4.9}},
+            "max_new_tokens: expected an integer, found 4.9",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "sampling_seed": 2**70}},
+            "has more than 64 bits",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "logit_bias": {"4": "no"}}},
+            "logit_bias: expected a number, found no",
+        ),
         ({"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "top_k": 3}}, "top_k not supported"),
         (
             {"input_ids": [5], "sampling_params": {"stop_token_ids": [2], "logit_bias": {"4": 1.5}}},
@@ -159,3 +182,64 @@ def test_read_request_takes_the_fields_that_runs_send():
     }
     body = {"sampling_params": params, "return_routed_experts": True}
     assert read_request(body, [5, 6], 10) == Request((5, 6), seed, Draw(4, 0.5, 0.9, (2,), (4,)), True)
+
+
+class Scripted(Worker):
+    """A worker whose batches are the prompts of their requests, and fail for the token 9."""
+
+    def _load(self, folder, version="default"):
+        self._policy, self.version = object(), version
+
+    def _answer(self, requests):
+        time.sleep(0.05)
+        if any(9 in request.prompt for request in requests):
+            raise RuntimeError("out of memory")
+        return [{"batch": [request.prompt for request in requests]} for _ in requests]
+
+
+@pytest.fixture
+def scripted(folder):
+    made = Scripted(
+        folder, nodes=2, ranks_per_node=4, dtype="float32", samples=8, wait_seconds=0.2, chunk_tokens=1024
+    )
+    yield made
+    made.close()
+
+
+def request(*prompt, temperature=1.0):
+    return Request(prompt, 0, Draw(4, temperature, 1.0, (2,), ()), True)
+
+
+def test_a_batch_has_requests_that_draw_alike_in_their_order(scripted, folder):
+    futures = [scripted.generate(request(token)) for token in (1, 2)]
+    other = scripted.generate(request(3, temperature=0.5))
+    loaded = scripted.load(folder, "7")
+    last = scripted.generate(request(4))
+    assert [future.result(10)["batch"] for future in futures] == [[(1,), (2,)]] * 2
+    assert other.result(10)["batch"] == [(3,)]
+    assert loaded.result(10) == {}
+    assert last.result(10)["batch"] == [(4,)]
+    assert scripted.version == "7"
+
+
+def test_a_worker_outlives_failures_and_clients_that_are_gone(scripted):
+    bad = scripted.generate(request(9))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bad.result(10)
+    busy = scripted.generate(request(5, temperature=0.1))
+    gone, kept = (scripted.generate(request(token)) for token in (6, 7))
+    assert gone.cancel()
+    assert busy.result(10)["batch"] == [(5,)]
+    assert kept.result(10)["batch"] == [(7,)]
+    assert scripted.alive
+
+
+def test_a_worker_finishes_its_requests_before_it_ends(folder):
+    worker = Scripted(
+        folder, nodes=2, ranks_per_node=4, dtype="float32", samples=8, wait_seconds=5.0, chunk_tokens=1024
+    )
+    future = worker.generate(request(1))
+    time.sleep(0.2)
+    worker.close()
+    assert future.result(0)["batch"] == [(1,)]
+    assert not worker.alive

@@ -30,7 +30,8 @@ class Answer(NamedTuple):
     tokens: Int[np.ndarray, " R"]
     """The sampled tokens, including the one that ends the response."""
     log_probs: Float[np.ndarray, " R"]
-    """The log-probability of each, over the whole vocabulary."""
+    """The log-probability of each, at the sampling temperature. Servers of this project give it over the whole
+    vocabulary; others may leave out tokens that may not be sampled."""
     expert_ids: Integer[np.ndarray, "P+R L K"]
     """The experts of every token of prompt and response."""
     ended: bool
@@ -39,7 +40,9 @@ class Answer(NamedTuple):
     """1 if the last token has no route of its own, else 0."""
 
 
-def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: int) -> Answer:
+def read_answer(
+    answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: str | None
+) -> Answer:
     """Read and check the answer to one request.
 
     Args:
@@ -47,7 +50,8 @@ def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfi
         prompt: P, the number of tokens of the prompt.
         sampling: how tokens should have been drawn.
         config: the sizes of the model.
-        version: the version of the weights that should have sampled it. Servers that do not tell it are believed.
+        version: the name of the weights that should have sampled it. None for any. Servers that do not tell it are
+            believed.
 
     Returns:
         The response.
@@ -56,17 +60,25 @@ def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfi
         BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
     """
     try:
-        tokens, meta = np.asarray(answer["output_ids"], np.int64), answer["meta_info"]
-        log_probs = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
-        logged = np.array([entry[1] for entry in meta["output_token_logprobs"]], np.int64)
-        reason = meta["finish_reason"]["type"]
+        meta, reason = answer["meta_info"], answer["meta_info"]["finish_reason"]["type"]
+        tokens = _integers(answer["output_ids"])
+        logged = _integers([entry[1] for entry in meta["output_token_logprobs"]])
+        log_probs = _numbers([entry[0] for entry in meta["output_token_logprobs"]])
         routes = meta["routed_experts"]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadAnswer(f"the answer lacks {error}" if isinstance(error, KeyError) else str(error)) from None
+    except (KeyError, TypeError, IndexError) as error:
+        what = (
+            f"the answer lacks {error}"
+            if isinstance(error, KeyError)
+            else f"the answer has another form: {error}"
+        )
+        raise BadAnswer(what) from None
     _check_version(meta, version)
+    for name, expected in {"prompt_tokens": prompt, "completion_tokens": len(tokens)}.items():
+        if meta.get(name, expected) != expected:
+            raise BadAnswer(f"{name} is {meta[name]}, where there are {expected}")
     if reason not in ("stop", "length"):
         raise BadAnswer(f"the response ended by {reason!r}, not by an end token or its length")
-    if tokens.ndim != 1 or not 1 <= len(tokens) <= sampling.max_new_tokens:
+    if not 1 <= len(tokens) <= sampling.max_new_tokens:
         raise BadAnswer(f"{tokens.size} tokens, where 1 to {sampling.max_new_tokens} were asked for")
     ended = bool(np.isin(tokens[-1], sampling.ends))
     if (reason == "stop") != ended or (not ended and len(tokens) < sampling.max_new_tokens):
@@ -89,9 +101,24 @@ def read_answer(answer: Any, prompt: int, sampling: Sampling, config: ModelConfi
     return Answer(tokens.astype(np.int32), np.minimum(log_probs, 0), ids, ended, filled)
 
 
-def _check_version(meta: Mapping[str, Any], version: int) -> None:
+def _integers(values: Any) -> np.ndarray:
+    """Return tokens as an array; those beyond any vocabulary become -1."""
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise BadAnswer(f"tokens must be a list of integers, found {str(values)[:60]}")
+    return np.array([value if 0 <= value < 2**31 else -1 for value in values], np.int64)
+
+
+def _numbers(values: list[Any]) -> np.ndarray:
+    """Return log-probabilities as an array; what is no number, or too large a one, becomes NaN."""
+    finite = [
+        value if type(value) in (int, float) and abs(value) < 1e30 else float("nan") for value in values
+    ]
+    return np.array(finite, np.float32)
+
+
+def _check_version(meta: Mapping[str, Any], version: str | None) -> None:
     actual = meta.get("weight_version")
-    if actual not in (None, str(version)):
+    if version is not None and actual not in (None, version):
         raise OtherWeights(f"sampled with weights of version {actual}, where {version} were sent")
 
 

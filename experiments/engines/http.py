@@ -9,21 +9,22 @@ draws what the embedded engine draws. Other engines get 31 bits of it, and draw 
 """
 
 import functools
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import httpx2
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Key
 
 from experiments.engines.answers import Answer, BadAnswer, OtherWeights, read_answer
-from experiments.engines.protocol import Generation, Sampling, Sent
-from experiments.engines.servers import EngineError, Server, ServerDown, Servers
+from experiments.engines.protocol import EngineError, Generation, Sampling, Sent, seeds_of
+from experiments.engines.servers import Server, ServerDown, Servers
 from experiments.engines.settings import EngineRequests
 from experiments.engines.weights import WeightFolders
 from experiments.rl.generation import Responses, Watch
@@ -31,6 +32,8 @@ from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import Array
 from relibra_jax.models import LanguageModel, ModelConfig
 
+MOST_DROPPED: Final = 0.5
+"""The share of samples without a good answer above which a batch is of no use."""
 FORBIDDEN: Final = -1e9
 """The bias of the logits of tokens that may not be sampled: finite, because JSON has no infinity."""
 
@@ -57,26 +60,28 @@ class HttpEngine:
         sends: bool = True,
         transport: httpx2.AsyncBaseTransport | None = None,
     ):
-        self._addresses, self._config, self._settings = addresses, config, settings
-        self._sends, self._transport = sends, transport
+        self._config, self._settings, self._sends, self._transport = config, settings, sends, transport
+        self._all = [Server(address, settings) for address in addresses]
         self._folders = WeightFolders(source, settings.weights)
         self._version: int | None = None
+        self._closed = threading.Event()
 
     def sync(self, policy: LanguageModel, version: int) -> Sent:
         """Write the weights to a folder, and let all servers load it. One that is down does so when it is back.
 
         Raises:
-            EngineError: if a server cannot load the weights, or no server answers.
+            EngineError: if the weights cannot be written, a server cannot load them, or no server answers.
         """
-        if version == self._version or not self._sends:
-            self._version = version
+        if version == self._version:
             return Sent()
-        start = time.perf_counter()
-        written = self._folders.write(policy, version)
+        start, written = time.perf_counter(), 0
+        if self._sends:
+            written = self._folders.write(policy, version)
+            self._version = None
+            _run(self._load_all)
+            self._folders.forget_others()
         self._version = version
-        _run(self._load_all)
-        self._folders.forget_others()
-        return Sent(written, time.perf_counter() - start)
+        return Sent(written, time.perf_counter() - start if self._sends else 0.0)
 
     def generate(
         self,
@@ -91,60 +96,89 @@ class HttpEngine:
         """Ask for a response to every prompt, as in `experiments.engines.protocol.RolloutEngine`.
 
         Raises:
-            EngineError: if a request is rejected, no server answers, or all answers to a sample are bad and the
-                settings do not drop it.
+            EngineError: if a request is rejected, no server answers, all answers to a sample are bad and the settings
+                do not drop it, or more than `MOST_DROPPED` of the samples are dropped.
         """
         assert self._version is not None, "sync comes first"
-        batch = _Batch(np.asarray(prompts), np.asarray(lengths), sampling, self._config, watch)
+        tag = self._folders.tag if self._sends else None
+        batch = _Batch(np.asarray(prompts), np.asarray(lengths), sampling, self._config, watch, tag)
         _run(functools.partial(self._generate, batch, seeds_of(keys)))
-        return batch.generation(self._version)
+        generation = batch.generation(self._version)
+        if generation.dropped.mean() > MOST_DROPPED:
+            raise EngineError(
+                f"{generation.dropped.sum()} of {len(generation.dropped)} samples have no good answer; the last reason:"
+                f" {batch.reason}"
+            )
+        return generation
 
     def close(self) -> None:
-        """Remove the folders of weights."""
+        """End a generation that is running, and remove the folders of weights."""
+        self._closed.set()
         self._folders.close()
 
     async def _load_all(self) -> None:
-        async with self._client() as client:
-            await self._servers(client).load_all()
+        async with self._servers() as servers:
+            await servers.prepare()
+            await servers.wait_for_one()
 
-    async def _generate(self, batch: "_Batch", seeds: list[int]) -> None:
-        async with self._client() as client:
-            servers = self._servers(client)
-            async with anyio.create_task_group() as background:
-                background.start_soon(servers.revive)
-                async with anyio.create_task_group() as samples:
-                    for sample, seed in enumerate(seeds):
-                        samples.start_soon(self._sample, servers, batch, sample, seed)
-                background.cancel_scope.cancel()
+    async def _generate(self, batch: "_Batch", keys: list[int]) -> None:
+        async with self._servers() as servers, anyio.create_task_group() as background:
+            background.start_soon(self._watch_for_end)
+            await servers.prepare()
+            background.start_soon(servers.revive)
+            async with anyio.create_task_group() as samples:
+                for sample, key in enumerate(keys):
+                    samples.start_soon(self._sample, servers, batch, sample, key)
+            background.cancel_scope.cancel()
+
+    async def _watch_for_end(self) -> None:
+        """Raise `EngineError` when the engine is closed."""
+        while not self._closed.is_set():
+            await anyio.sleep(0.2)
+        raise EngineError("the engine was closed")
 
     async def _sample(self, servers: Servers, batch: "_Batch", sample: int, key: int) -> None:
-        """Ask for one sample until there is a good answer."""
-        request, attempts = batch.request(sample), 1 + self._settings.retries
+        """Ask for one sample until there is a good answer, each time another server if there is one."""
+        request, failed = batch.request(sample), set[str]()
+        attempts, changed = 1 + self._settings.retries, 0
         for attempt in range(attempts):
             batch.retried += attempt > 0
-            async with servers.borrow() as server:
+            async with servers.borrow(failed) as server:
+                seed = key ^ changed
+                request["sampling_params"]["sampling_seed"] = seed if server.takes_keys else seed & 0x7FFFFFFF
                 try:
-                    request["sampling_params"]["sampling_seed"] = await server.seed(key)
-                    batch.add(sample, await server.post("/generate", request), self._version or 0)
+                    batch.add(sample, await server.post("/generate", request))
                     return
                 except (ServerDown, BadAnswer) as error:
                     failure: Exception = error
-                    reason = f"{server.address}: sample {sample}: {error}"
+                    failed.add(server.address)
+                    batch.reason = f"{server.address}: sample {sample}: {error}"
                     if isinstance(error, ServerDown | OtherWeights):
                         servers.mark_down(server, str(error))
+                    else:
+                        changed += 1  # the same seed might give the same answer
         if isinstance(failure, ServerDown) or self._settings.bad_answers == "stop":
-            raise EngineError(f"{reason} (after {attempts} attempts)")
+            raise EngineError(f"{batch.reason} (after {attempts} attempts)")
 
-    def _servers(self, client: httpx2.AsyncClient) -> Servers:
-        current = self._folders.current
-        folder = None if current is None else str(current)
-        servers = [Server(address, client, self._settings) for address in self._addresses]
-        return Servers(servers, self._settings, folder, self._version or 0)
-
-    def _client(self) -> httpx2.AsyncClient:
-        most = self._settings.at_once * len(self._addresses)
-        limits = httpx2.Limits(max_connections=most + len(self._addresses), max_keepalive_connections=most)
-        return httpx2.AsyncClient(limits=limits, transport=self._transport, trust_env=False)
+    @asynccontextmanager
+    async def _servers(self) -> AsyncIterator[Servers]:
+        """Open the HTTP client of a call for the servers."""
+        most = self._settings.at_once * len(self._all)
+        # Servers close idle connections after 5 s or more.
+        limits = httpx2.Limits(
+            max_connections=most + len(self._all), max_keepalive_connections=most, keepalive_expiry=3
+        )
+        async with httpx2.AsyncClient(limits=limits, transport=self._transport, trust_env=False) as client:
+            for server in self._all:
+                server.client = client
+            folder = self._folders.current
+            yield Servers(
+                self._all,
+                self._settings,
+                self._config,
+                folder=None if folder is None else str(folder),
+                version=self._folders.tag,
+            )
 
 
 def _run(task: Callable[[], Awaitable[None]]) -> None:
@@ -168,11 +202,14 @@ class _Batch:
         sampling: Sampling,
         config: ModelConfig,
         watch: Watch | None,
+        tag: str | None,
     ):
         self._prompts, self._lengths, self._sampling, self._config = prompts, lengths, sampling, config
-        self._watch = watch
+        self._watch, self._tag = watch, tag
         self._answers: list[Answer | None] = [None] * len(prompts)
         self.retried = 0
+        self.reason = ""
+        """What was wrong with the last bad answer."""
 
     def request(self, sample: int) -> dict[str, Any]:
         """Return the request for a sample, in SGLang's format without a seed."""
@@ -192,10 +229,10 @@ class _Batch:
             },
         }
 
-    def add(self, sample: int, answer: Any, version: int) -> None:
+    def add(self, sample: int, answer: Any) -> None:
         """Check an answer and keep it; raises `BadAnswer`. Then call the watch."""
         prompt = int(self._lengths[sample])
-        self._answers[sample] = read_answer(answer, prompt, self._sampling, self._config, version)
+        self._answers[sample] = read_answer(answer, prompt, self._sampling, self._config, self._tag)
         if self._watch is not None:
             ended = np.array([answer is not None for answer in self._answers])
             if not ended.all() and not self._watch.look(ended, lambda: self._responses()):
@@ -234,24 +271,3 @@ class _Batch:
             ids[sample, :end] = answer.expert_ids
             ended[sample] = answer.ended
         return Responses(tokens, mask, response_mask, ids, log_probs, ended)
-
-
-def seeds_of(keys: Key[jax.Array, " B"]) -> list[int]:
-    """Return each sample's key as a signed integer of 64 bits.
-
-    >>> seeds_of(jax.random.key(7)[None])
-    [7]
-    """
-    data = np.asarray(jax.random.key_data(keys)).astype(np.uint32)
-    return (data[:, 0].astype(np.int64) << 32 | data[:, 1].astype(np.int64)).tolist()
-
-
-def keys_of(seeds: list[int]) -> Key[jax.Array, " B"]:
-    """Return the keys of which `seeds_of` returns these seeds.
-
-    >>> jax.random.key_data(keys_of([7])).tolist()
-    [[0, 7]]
-    """
-    whole = np.asarray(seeds, np.int64)
-    data = np.stack([(whole >> 32) & 0xFFFFFFFF, whole & 0xFFFFFFFF], axis=1).astype(np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(data))

@@ -9,12 +9,17 @@ The version of weights is the number of updates that made them. The engine of th
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Key
 
 from experiments.rl.generation import Responses, Watch
 from relibra_jax.contract.types import Array
 from relibra_jax.models import LanguageModel
+
+
+class EngineError(ValueError):
+    """An engine that cannot go on. The message is one line, with the address and the numbers."""
 
 
 class Sampling(NamedTuple):
@@ -40,7 +45,7 @@ class Sent(NamedTuple):
     bytes: int = 0
     """The bytes that the run wrote. 0 if the engine had the weights already."""
     seconds: float = 0.0
-    """The time until all servers had the weights."""
+    """The time until all servers that answer had the weights."""
 
 
 class Generation(NamedTuple):
@@ -97,5 +102,26 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the engine holds outside of this process."""
+        """End a generation that is running, and free what the engine holds outside of this process."""
         ...
+
+
+def seeds_of(keys: Key[jax.Array, " B"]) -> list[int]:
+    """Return each sample's key as a signed integer of 64 bits.
+
+    >>> seeds_of(jax.random.key(7)[None])
+    [7]
+    """
+    data = np.asarray(jax.random.key_data(keys)).astype(np.uint32)
+    return (data[:, 0].astype(np.int64) << 32 | data[:, 1].astype(np.int64)).tolist()
+
+
+def keys_of(seeds: list[int]) -> Key[jax.Array, " B"]:
+    """Return the keys of which `seeds_of` returns these seeds.
+
+    >>> jax.random.key_data(keys_of([7])).tolist()
+    [[0, 7]]
+    """
+    whole = np.asarray(seeds, np.int64)
+    data = np.stack([(whole >> 32) & 0xFFFFFFFF, whole & 0xFFFFFFFF], axis=1).astype(np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(data))

@@ -14,7 +14,6 @@ Answers have SGLang's format, with a route for the last token too. A bad request
 """
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from experiments.engines.worker import Worker, read_request
+from relibra_jax.support.json_text import parse_json
 
 
 def make_app(worker: Worker) -> Starlette:
@@ -62,7 +62,7 @@ def make_app(worker: Worker) -> Starlette:
         return JSONResponse({"model_path": str(worker.model), "weight_version": worker.version, **sizes})
 
     async def health(_: HttpRequest) -> Response:
-        return PlainTextResponse("")
+        return PlainTextResponse("", status_code=200 if worker.alive else 503)
 
     async def reject(_: HttpRequest, error: Exception) -> Response:
         message = " ".join(str(error).split())
@@ -80,7 +80,7 @@ def make_app(worker: Worker) -> Starlette:
 
 async def _body(request: HttpRequest) -> dict[str, Any]:
     try:
-        body = json.loads(await request.body())
+        body = parse_json((await request.body()).decode())
     except ValueError:
         raise ValueError("the request is not JSON") from None
     if not isinstance(body, dict):

@@ -1,27 +1,30 @@
 """The servers of an engine: requests with limits, answers, and servers that die and come back.
 
-A server gets at most so many requests at a time as the settings say, the one with the fewest first. A server that does
-not answer is *down*: its requests go to the others, and it is asked every second whether it is back. It then gets the
-newest weights before it gets requests again.
+A server gets at most so many requests at a time as the settings say, the one with the fewest first. It gets requests
+only while it answers and has the newest weights. A server that does not answer is *down*: its requests go to the
+others, and it is asked every second whether it is back. It then gets the newest weights before it gets requests again.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import math
+import time
+from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import anyio
 import httpx2
 
+from experiments.engines.protocol import EngineError
 from experiments.engines.settings import EngineRequests
+from relibra_jax.models import ModelConfig
+from relibra_jax.support.json_text import parse_json
 
 PAUSE_SECONDS: Final = 1.0
-"""The time between two questions whether a server is back."""
+"""The time between two questions whether a server is back, or has room."""
 QUICK_SECONDS: Final = 10.0
 """The time within which a server must accept a connection, and answer whether it is healthy."""
-
-
-class EngineError(ValueError):
-    """The engine cannot go on. The message is one line with the address and the numbers."""
+SIZES: Final = ("num_experts", "top_k", "moe_layers", "vocabulary")
+"""The sizes of the model that servers of this project tell."""
 
 
 class ServerDown(Exception):
@@ -29,114 +32,156 @@ class ServerDown(Exception):
 
 
 class Server:
-    """One server.
+    """One server. It outlives the event loop and HTTP client of a call.
 
     Args:
         address: its address, ``http://host:port``.
-        client: the HTTP client.
         settings: the limits of requests.
     """
 
-    def __init__(self, address: str, client: httpx2.AsyncClient, settings: EngineRequests):
-        self.address, self._client, self._settings = address.rstrip("/"), client, settings
+    def __init__(self, address: str, settings: EngineRequests):
+        self.address, self._settings = address.rstrip("/"), settings
+        self.client: httpx2.AsyncClient | None = None
+        """The HTTP client of the running call."""
         self.requests = 0
         """The number of requests that it has now."""
-        self.up = True
-        self._takes_keys: bool | None = None
-        self.version: int | None = None
-        """The version of its weights, as far as this process knows."""
+        self.down: str | None = None
+        """Why it gets no requests. None while it answers."""
+        self.version: str | None = None
+        """The version of the weights that it has confirmed."""
+        self.takes_keys = False
+        """Whether the seed of a request is a random key of 64 bits; other servers get 31 bits of it."""
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request, and return the answer.
+        """Send a request, again while the server says that it is busy, and return the answer.
 
         Raises:
             ServerDown: if there is no answer within the limit, or one that says that the server cannot.
             EngineError: if the server rejects the request, which another attempt would not change.
         """
-        timeout = httpx2.Timeout(self._settings.seconds, connect=QUICK_SECONDS)
-        try:
-            response = await self._client.post(f"{self.address}{path}", json=dict(body), timeout=timeout)
-        except (httpx2.HTTPError, OSError) as error:
-            raise ServerDown(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+        end = time.monotonic() + self._settings.seconds
+        while True:
+            response = await self._send("POST", path, max(end - time.monotonic(), 0.001), json=dict(body))
+            if response.status_code not in (408, 429) or time.monotonic() > end:
+                break
+            await anyio.sleep(PAUSE_SECONDS)
+        if 400 <= response.status_code < 500:
             raise EngineError(f"{self.address}{path}: {response.status_code} {_one_line(response.text)}")
-        if response.status_code != 200:
-            raise ServerDown(f"{response.status_code} {_one_line(response.text)}")
-        try:
-            return response.json()
-        except ValueError:
-            raise ServerDown(f"an answer that is not JSON: {_one_line(response.text)}") from None
+        return self._json(path, response)
 
-    async def seed(self, key: int) -> int:
-        """Return the seed for a random key of 64 bits: the key for servers of this project, 31 bits of it for others.
+    async def ask(self, path: str) -> Any:
+        """Return what the server tells about itself, or None if it is no JSON.
 
         Raises:
-            ServerDown: if the server does not answer.
+            ServerDown: if it does not answer at once.
         """
-        if self._takes_keys is None:
-            info = await self._get("/get_model_info")
-            self._takes_keys = isinstance(info, Mapping) and bool(info.get("takes_keys"))
-        return key if self._takes_keys else key & 0x7FFFFFFF
-
-    async def is_healthy(self) -> bool:
-        """Ask whether the server answers."""
-        try:
-            await self._get("/health")
-        except ServerDown:
-            return False
-        return True
-
-    async def _get(self, path: str) -> Any:
-        """Return the answer as JSON, or None if it is something else."""
-        try:
-            response = await self._client.get(f"{self.address}{path}", timeout=QUICK_SECONDS)
-        except (httpx2.HTTPError, OSError) as error:
-            raise ServerDown(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        if response.status_code != 200:
-            raise ServerDown(f"{path}: {response.status_code} {_one_line(response.text)}")
-        try:
-            return response.json()
-        except ValueError:
+        response = await self._send("GET", path, QUICK_SECONDS)
+        if not response.text:
             return None
+        return self._json(path, response)
 
-    async def load(self, folder: str, version: int) -> None:
-        """Let the server load a folder of weights.
+    async def load(self, folder: str, version: str) -> None:
+        """Let the server load a folder of weights, unless it says that it has them.
 
         Raises:
             ServerDown: if it does not answer.
             EngineError: if it cannot load them.
         """
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        answer = await self.post("/update_weights_from_disk", body)
-        if not (isinstance(answer, Mapping) and answer.get("success")):
-            message = answer.get("message", answer) if isinstance(answer, Mapping) else answer
-            raise EngineError(f"{self.address}: it does not load {folder}: {_one_line(str(message))}")
+        info = await self.ask("/get_model_info")
+        if not (isinstance(info, Mapping) and info.get("weight_version") == version):
+            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+            answer = await self.post("/update_weights_from_disk", body)
+            if not (isinstance(answer, Mapping) and answer.get("success") is True):
+                message = answer.get("message", answer) if isinstance(answer, Mapping) else answer
+                raise EngineError(f"{self.address}: it does not load {folder}: {_one_line(str(message))}")
         self.version = version
+
+    async def describe(self, config: ModelConfig) -> None:
+        """Ask the server which seeds it takes and which weights it has.
+
+        Raises:
+            ServerDown: if it does not answer, or says that it has other weights than it has confirmed.
+            EngineError: if it says that it has another model.
+        """
+        info = await self.ask("/get_model_info")
+        if not isinstance(info, Mapping):
+            return
+        self.takes_keys = info.get("takes_keys") is True
+        for name in SIZES:
+            if name in info and info[name] != getattr(config, name):
+                raise EngineError(
+                    f"{self.address}: another model, with {name}={info[name]}, not {getattr(config, name)}"
+                )
+        actual = info.get("weight_version", self.version)
+        if self.version is not None and actual != self.version:
+            raise ServerDown(f"it has weights of version {actual}, not {self.version}")
+
+    async def _send(self, method: str, path: str, seconds: float, **content: Any) -> httpx2.Response:
+        assert self.client is not None
+        timeout = httpx2.Timeout(seconds, connect=min(seconds, QUICK_SECONDS))
+        try:
+            return await self.client.request(method, f"{self.address}{path}", timeout=timeout, **content)
+        except (httpx2.HTTPError, OSError) as error:
+            raise ServerDown(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+
+    def _json(self, path: str, response: httpx2.Response) -> Any:
+        if response.status_code != 200:
+            raise ServerDown(f"{path}: {response.status_code} {_one_line(response.text)}")
+        try:
+            return parse_json(response.text)
+        except ValueError:
+            raise ServerDown(f"{path}: an answer that is not JSON: {_one_line(response.text)}") from None
 
 
 class Servers:
-    """The servers of an engine, inside an event loop.
+    """The servers of an engine during one call, inside its event loop.
 
     Args:
-        all_servers: the servers.
+        servers: the servers.
         settings: the limits of requests.
+        config: the sizes of the model.
         folder: the folder of the newest weights. None if the servers have them.
-        version: the version of the newest weights.
+        version: the version of the newest weights. None if the servers have them.
     """
 
-    def __init__(self, all_servers: list[Server], settings: EngineRequests, folder: str | None, version: int):
-        self._all, self._settings, self._folder, self._version = all_servers, settings, folder, version
+    def __init__(
+        self,
+        servers: list[Server],
+        settings: EngineRequests,
+        config: ModelConfig,
+        *,
+        folder: str | None,
+        version: str | None,
+    ):
+        self._servers, self._settings, self._config = servers, settings, config
+        self._folder, self._version = folder, version
         self._changed = anyio.Event()
-        self._reasons: dict[str, str] = {}
+        self._none_since = time.monotonic()
+        """When the last server went down, if all are."""
+
+    async def prepare(self) -> None:
+        """Ask all servers what they have, and let those load the newest weights that do not have them.
+
+        Servers that are down do so when they are back (`revive`).
+
+        Raises:
+            EngineError: if a server cannot load the weights, or has another model.
+        """
+        async with anyio.create_task_group() as group:
+            for server in self._servers:
+                group.start_soon(self._ready, server)
 
     @asynccontextmanager
-    async def borrow(self) -> AsyncIterator[Server]:
+    async def borrow(self, avoid: Set[str] = frozenset()) -> AsyncIterator[Server]:
         """Wait for a server with room for a request, and count the request for it.
+
+        Args:
+            avoid: the addresses of servers to take only if no other is up.
 
         Raises:
             EngineError: if no server has been up for longer than the settings allow.
         """
-        server = await self._wait_for_room()
+        server = await self._wait_for_room(avoid)
         server.requests += 1
         try:
             yield server
@@ -145,56 +190,60 @@ class Servers:
             self._notify()
 
     def mark_down(self, server: Server, reason: str) -> None:
-        """Give a server no more requests, until `revive` finds that it answers and has sent it the newest weights."""
-        server.up = False
-        self._reasons[server.address] = reason
+        """Give a server no more requests, until `revive` finds that it answers and has the newest weights."""
+        if self._up:
+            self._none_since = time.monotonic()
+        server.down = reason
         self._notify()
 
     async def revive(self) -> None:
         """Ask the servers that are down whether they are back, for as long as the task runs."""
         while True:
-            for server in self._all:
-                if not server.up and await server.is_healthy():
-                    await self._load(server)
+            async with anyio.create_task_group() as group:
+                for server in self._servers:
+                    if server.down is not None:
+                        group.start_soon(self._ready, server)
             await anyio.sleep(PAUSE_SECONDS)
 
-    async def load_all(self) -> None:
-        """Let all servers load the newest weights, at the same time; those that are down do it when they are back.
-
-        Raises:
-            EngineError: if a server cannot load them, or none is up for longer than the settings allow.
-        """
+    async def wait_for_one(self) -> None:
+        """Wait until a server is up, as `borrow` does."""
         async with anyio.create_task_group() as group:
-            for server in self._all:
-                group.start_soon(self._load, server)
-        if not any(server.up for server in self._all):
-            async with anyio.create_task_group() as group:
-                group.start_soon(self.revive)
-                async with self.borrow():
-                    group.cancel_scope.cancel()
+            group.start_soon(self.revive)
+            async with self.borrow():
+                group.cancel_scope.cancel()
 
-    async def _load(self, server: Server) -> None:
+    @property
+    def _up(self) -> list[Server]:
+        return [server for server in self._servers if server.down is None]
+
+    async def _ready(self, server: Server) -> None:
+        """Bring a server up, or note why it is down."""
         try:
-            if self._folder is not None:
+            if server.down is not None:
+                await server.ask("/health")
+            has_weights = server.down is None and server.version == self._version
+            if self._folder is not None and self._version is not None and not has_weights:
                 await server.load(self._folder, self._version)
+            await server.describe(self._config)
         except ServerDown as error:
             self.mark_down(server, str(error))
         else:
-            server.up = True
+            server.down = None
             self._notify()
 
-    async def _wait_for_room(self) -> Server:
+    async def _wait_for_room(self, avoid: Set[str]) -> Server:
         while True:
-            changed = self._changed
-            up = [server for server in self._all if server.up]
-            free = [server for server in up if server.requests < self._settings.at_once]
+            changed, up = self._changed, self._up
+            wanted = [server for server in up if server.address not in avoid] or up
+            free = [server for server in wanted if server.requests < self._settings.at_once]
             if free:
                 return min(free, key=lambda server: server.requests)
-            with anyio.move_on_after(None if up else self._settings.patience) as waited:
-                await changed.wait()
-            if waited.cancelled_caught:
-                down = "; ".join(f"{address}: {reason}" for address, reason in self._reasons.items())
+            left = math.inf if up else self._none_since + self._settings.patience - time.monotonic()
+            if left <= 0:
+                down = "; ".join(f"{server.address}: {server.down}" for server in self._servers)
                 raise EngineError(f"no server has answered for {self._settings.patience:g} s: {down}")
+            with anyio.move_on_after(left):
+                await changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -16,16 +16,29 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from experiments.engines.http import keys_of
+from experiments.engines.protocol import keys_of
 from experiments.rl.devices import host_devices
-from experiments.rl.generation import Responses
+from experiments.rl.generation import Responses, check_sampling
 from experiments.rl.waves import generate_in_waves
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution import ExpertParallel
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.models import load_pretrained
+from relibra_jax.models import LanguageModel, load_pretrained
 from relibra_jax.models.hf_config import load_config
+from relibra_jax.support.limits import check_integer
 
+PARAMS: Final = frozenset(
+    (
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "stop_token_ids",
+        "no_stop_trim",
+        "logit_bias",
+        "sampling_seed",
+    )
+)
+"""The fields of ``sampling_params`` that requests may have. The end token is always there, ``no_stop_trim`` or not."""
 SMALLEST_PROMPT: Final = 16
 """The least width of an array of prompts. Others are powers of two."""
 
@@ -91,6 +104,7 @@ class Worker:
         self._parallel = ExpertParallel(mesh=mesh, topology=topology, chunk_tokens=chunk_tokens)
         self.model, self.version = model, "default"
         """The folder and the version of the weights, as SGLang names them."""
+        self._policy: LanguageModel | None = None
         self._load(model)
         self._jobs: queue.Queue[tuple[Request | tuple[Path, str], Future[Any]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -110,9 +124,9 @@ class Worker:
         self._thread.join()
 
     @property
-    def waiting(self) -> int:
-        """The number of jobs in the queue."""
-        return self._jobs.qsize()
+    def alive(self) -> bool:
+        """Whether the worker still works."""
+        return self._thread.is_alive()
 
     def _submit(self, job: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -120,41 +134,47 @@ class Worker:
         return future
 
     def _work(self) -> None:
-        held = None
-        while True:
-            entry = self._jobs.get() if held is None else held
-            held = None
-            if entry is None:
-                return
-            job = entry[0]
-            entries = [entry]
-            if isinstance(job, Request):
-                held = self._gather(entries)
-            try:
-                if isinstance(job, Request):
-                    results = self._answer([each for each, _ in entries if isinstance(each, Request)])
-                else:
-                    self._load(*job)
-                    results = [{}]
-            except Exception as error:
-                for _, each in entries:
-                    each.set_exception(error)
-            else:
-                for (_, each), result in zip(entries, results, strict=True):
-                    each.set_result(result)
+        entry = self._jobs.get()
+        while entry is not None:
+            entries, following = [entry], None
+            if isinstance(entry[0], Request):
+                entries, following = self._gather(entry)
+            # Requests whose client is gone are left out.
+            entries = [each for each in entries if each[1].set_running_or_notify_cancel()]
+            if entries:
+                self._finish(entries)
+            entry = following or self._jobs.get()
 
-    def _gather(self, entries: list[Any]) -> Any:
-        """Add to a batch what comes soon and is alike; return the first entry that is not."""
-        first = entries[0][0]
+    def _finish(self, entries: list[Any]) -> None:
+        """Do the jobs, requests of one batch or the loading of weights, and set their results."""
+        try:
+            if isinstance(entries[0][0], Request):
+                results = self._answer([request for request, _ in entries])
+            else:
+                self._load(*entries[0][0])
+                results = [{}]
+        except Exception as error:
+            for _, future in entries:
+                future.set_exception(error)
+        else:
+            for (_, future), result in zip(entries, results, strict=True):
+                future.set_result(result)
+
+    def _gather(self, first: Any) -> tuple[list[Any], Any]:
+        """Return the batch of a request, of what comes soon and is alike, and what came next, if that is not."""
+        entries = [first]
         while len(entries) < self._samples:
             try:
                 entry = self._jobs.get(timeout=self._wait_seconds)
             except queue.Empty:
-                return None
-            if entry is None or not isinstance(entry[0], Request) or entry[0].draw != first.draw:
-                return entry
+                break
+            if entry is None or not isinstance(entry[0], Request) or entry[0].draw != first[0].draw:
+                if entry is None:
+                    self._jobs.put(None)  # the end comes after this batch
+                    break
+                return entries, entry
             entries.append(entry)
-        return None
+        return entries, None
 
     def _load(self, folder: Path, version: str = "default") -> None:
         for field in dataclasses.fields(self.config):
@@ -162,10 +182,13 @@ class Worker:
             if mine != other:
                 raise ValueError(f"{folder} has another model: {field.name}={other}, not {mine}")
         parallel = self._parallel
+        self._policy = None  # no memory has room for two
         self._policy = load_pretrained(folder, parallel.mesh, parallel.topology, dtype=self._dtype)
         self.model, self.version = folder, version
 
     def _answer(self, requests: list[Request]) -> list[dict[str, Any]]:
+        if self._policy is None:
+            raise RuntimeError(f"the weights in {self.model} were not loaded")
         prompts = [request.prompt for request in requests]
         longest = max(map(len, prompts))
         width = max(1 << (longest - 1).bit_length(), SMALLEST_PROMPT)
@@ -226,39 +249,55 @@ def read_request(body: Mapping[str, Any], prompt: Any, vocabulary: int) -> Reque
     Raises:
         ValueError: if something is missing, wrong or not supported.
     """
-    params = dict(body.get("sampling_params") or {})
-    tokens = _integers("input_ids", prompt, vocabulary)
+    params = body.get("sampling_params") or {}
+    biases = params.get("logit_bias") or {} if isinstance(params, dict) else None
+    if not isinstance(params, dict) or not isinstance(biases, dict):
+        raise ValueError("sampling_params and logit_bias must be objects")
+    if unknown := sorted(params.keys() - PARAMS):
+        raise ValueError(f"sampling_params: {', '.join(unknown)} not supported")
+    tokens = _tokens("input_ids", prompt, vocabulary)
     if not tokens:
         raise ValueError("input_ids: a prompt must have at least one token")
-    ends = _integers("stop_token_ids", params.pop("stop_token_ids", None) or [], vocabulary)
+    ends = _tokens("stop_token_ids", params.get("stop_token_ids") or [], vocabulary)
     if not ends:
         raise ValueError("sampling_params: stop_token_ids must name at least one token")
-    biases = params.pop("logit_bias", None) or {}
-    kept = [token for token, bias in biases.items() if bias > -1e6]
+    kept = [token for token, bias in biases.items() if not _number("logit_bias", bias) <= -1e6]
     if kept:
         raise ValueError(
             f"logit_bias of token {kept[0]}: only tokens that may not be sampled, at -1e6 or less"
         )
-    forbidden = _integers("logit_bias", [int(token) for token in biases], vocabulary)
+    numbers = [int(token) if token.isdecimal() else token for token in biases]
     draw = Draw(
-        max_new_tokens=int(params.pop("max_new_tokens", 128)),
-        temperature=float(params.pop("temperature", 1.0)),
-        top_p=float(params.pop("top_p", 1.0)),
+        max_new_tokens=_integer("max_new_tokens", params.get("max_new_tokens", 128)),
+        temperature=_number("temperature", params.get("temperature", 1.0)),
+        top_p=_number("top_p", params.get("top_p", 1.0)),
         ends=ends,
-        forbidden=tuple(sorted(forbidden)),
+        forbidden=tuple(sorted(_tokens("logit_bias", numbers, vocabulary))),
     )
-    params.pop("no_stop_trim", None)  # The end token is always there.
-    seed = int(params.pop("sampling_seed", None) or 0)
-    if params:
-        raise ValueError(f"sampling_params: {', '.join(sorted(params))} not supported")
+    check_integer("max_new_tokens", draw.max_new_tokens, least=1)
+    check_sampling(draw.temperature, draw.top_p)
+    seed = _integer("sampling_seed", params.get("sampling_seed") or 0)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"sampling_seed={seed} has more than 64 bits")
     return Request(tokens, seed, draw, bool(body.get("return_routed_experts")))
 
 
-def _integers(name: str, values: Any, vocabulary: int) -> tuple[int, ...]:
-    try:
-        tokens = tuple(int(value) for value in values)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}: expected a list of tokens, found {str(values)[:60]}") from None
+def _tokens(name: str, values: Any, vocabulary: int) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{name}: expected a list of tokens, found {str(values)[:60]}")
+    tokens = tuple(_integer(name, value) for value in values)
     if outside := [token for token in tokens if not 0 <= token < vocabulary]:
         raise ValueError(f"{name}: token {outside[0]} is not in the vocabulary of {vocabulary} tokens")
     return tokens
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name}: expected an integer, found {str(value)[:60]}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e30:
+        raise ValueError(f"{name}: expected a number, found {str(value)[:60]}")
+    return float(value)

@@ -414,8 +414,9 @@ class Train:
                 " batch"
             )
         for address in self.engine:
-            if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
-                raise ValueError(f"engine {address!r} must be an address such as http://host:30000")
+            _check_address(address)
+            if self.engine.count(address) > 1:
+                raise ValueError(f"engine {address!r} is given {self.engine.count(address)} times")
         if self.model is None:
             raise ValueError(
                 f"engine={' '.join(self.engine)} needs a model: servers load checkpoints, and policy={self.policy} has"
@@ -526,6 +527,17 @@ class Train:
     def assign(self) -> Assign | None:
         """The function that assigns samples. None keeps them in order. Equal settings give the same object."""
         return annealed(self.anneal_steps) if self.anneal_steps else None
+
+
+def _check_address(address: str) -> None:
+    """Raise ValueError unless an address has a scheme, a host and a possible port."""
+    try:
+        parts = urllib.parse.urlsplit(address)
+        good = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"engine {address!r} must be an address such as http://host:30000")
 
 
 @functools.cache

@@ -105,7 +105,8 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "mismatch/log_prob": Metric(
             "nats a token",
-            "mean absolute difference between the log-probabilities of the rollout and of the recompute",
+            "mean absolute difference between the log-probabilities of the rollout and of the recompute; with"
+            " `--staleness 1` an update is between them",
         ),
         "mismatch/log_prob_quantiles": Metric(
             "nats a token", "its quantiles at 0.5, 0.9, 0.99 and 1", listed=True
@@ -219,7 +220,9 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "time/modelled_balanced_seconds": Metric("s", "the same in a balanced run with uniform routing"),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
-        "speed/response_tokens_per_second": Metric("tokens/s", "sampled tokens over time/generate_seconds"),
+        "speed/response_tokens_per_second": Metric(
+            "tokens/s", "sampled tokens over time/generate_seconds; null with `--staleness 1`"
+        ),
         "speed/update_tokens_per_second": Metric(
             "tokens/s", "batch/tokens of all epochs over time/update_seconds"
         ),

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from experiments.engines.embedded import EmbeddedEngine
-from experiments.engines.http import HttpEngine
 from experiments.engines.protocol import Generation, RolloutEngine, Sampling, Sent
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
@@ -78,13 +77,14 @@ class Sampler:
         """Give the engine the weights of the run, after the responses that it is sampling."""
         if self._next is not None:
             self._next.result()
-        self._sent = self.engine.sync(self.state.agent.policy, self.state.step)
+        sent = self.engine.sync(self.state.agent.policy, self.state.step)
+        self._sent = Sent(self._sent.bytes + sent.bytes, self._sent.seconds + sent.seconds)
 
     def close(self) -> None:
         """End what runs beside the run, and free what the engine holds outside of this process."""
+        self.engine.close()
         if self._background is not None:
             self._background.shutdown()
-        self.engine.close()
 
     def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
         """Sample the responses of the next step, and start to score them.
@@ -119,7 +119,7 @@ class Sampler:
         return Rollout(
             responses,
             new_mask=responses.response_mask,
-            finished=finished,
+            finished=np.ones(len(examples), bool),
             rewards=lambda: share_rewards(scoring.result()),
             carried=None,
             tokens_run=int(responses.mask.sum()),
@@ -324,10 +324,11 @@ class Sampler:
         if not self.config.engine:
             return {}
         tokens = sum(int(each.responses.mask.sum()) for each in generations)
+        sent, self._sent = self._sent, Sent()
         return {
             "rollout/staleness": float(np.mean([self.state.step - each.version for each in generations])),
-            "rollout/sync_seconds": self._sent.seconds,
-            "rollout/sync_bytes": self._sent.bytes,
+            "rollout/sync_seconds": sent.seconds,
+            "rollout/sync_bytes": sent.bytes,
             "rollout/retried": sum(each.retried for each in generations),
             "rollout/dropped": sum(int(each.dropped.sum()) for each in generations),
             "rollout/filled_share": sum(each.filled for each in generations) / max(tokens, 1),
@@ -341,6 +342,12 @@ def make_engine(config: Train, state: State) -> RolloutEngine:
     """Return the engine of a run: the servers of its settings, or the sampler on its own devices."""
     if config.engine:
         assert config.model is not None
+        try:
+            from experiments.engines.http import HttpEngine
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"engine={' '.join(config.engine)} needs the extra engine ({error.name} is not installed)"
+            ) from None
         return HttpEngine(config.engine, config.model, config.model_config, config.requests)
     return EmbeddedEngine(
         lambda: state.on_devices().policy,

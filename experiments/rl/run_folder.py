@@ -90,7 +90,8 @@ def saved_config(folder: Path) -> Train:
     if not path.is_file():
         raise ValueError(f"{folder}: no run to resume, because there is no config.json")
     try:
-        saved = parse_json(path.read_text())
+        # Settings that did not exist when the run began have their defaults.
+        saved = {**plain_settings(Train()), **parse_json(path.read_text())}
         _check_types(saved, plain_settings(Train()))
         defaults = {field.name: getattr(Train(), field.name) for field in dataclasses.fields(Train)}
         saved["requests"]["weights"] = _path(saved["requests"]["weights"])

@@ -46,11 +46,12 @@ def measure_rewards(rewards: Rewards) -> dict[str, Any]:
 def measure_responses(rollout: Rollout, samples_at_once: int) -> dict[str, Any]:
     """Compute the metrics of the responses of a step, of which ``samples_at_once`` were decoded together."""
     lengths, new = rollout.responses.response_mask.sum(1), rollout.new_mask.sum(1)
+    responded = lengths > 0  # an engine may have dropped some samples
     steps = np.maximum.reduceat(new, np.arange(0, len(new), samples_at_once)).sum()
     return {
-        "response/tokens": float(lengths.mean()),
+        "response/tokens": float(lengths[responded].mean()),
         "response/longest": int(lengths.max()),
-        "response/ended_share": float(rollout.responses.ended.mean()),
+        "response/ended_share": float(rollout.responses.ended[responded].mean()),
         "response/decoding_steps": int(new.max()),
         "response/slots_used_share": float(new.sum() / (samples_at_once * steps)),
     }

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.console import Console
 
-from experiments.engines.servers import EngineError
+from experiments.engines.protocol import EngineError
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices, overlap_exchanges
 from experiments.rl.metrics import FAILURES

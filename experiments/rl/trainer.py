@@ -182,7 +182,10 @@ class Trainer:
             "batch/tokens_run": rollout.tokens_run + (1 + config.epochs) * num_tokens,
             **speed,
             **measure_phases(clock, plan_ahead.wait()),
-            "speed/response_tokens_per_second": float(rollout.new_mask.sum() / clock.phases["generate"]),
+            # With staleness, the phase is only the wait for responses.
+            "speed/response_tokens_per_second": None
+            if config.staleness
+            else float(rollout.new_mask.sum() / clock.phases["generate"]),
             "speed/update_tokens_per_second": config.epochs * num_tokens / clock.phases["update"],
         }
 
