@@ -165,7 +165,7 @@ def trained():
     return run, run.train(0, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_balancer_training_equals_static_placement():
     run, losses = trained()
     still = Run(static())
@@ -290,6 +290,7 @@ def run_with_waits(wait_seconds, planner=REORDERING, fetch="auto", **cluster_cha
     return Run(planner, options=IN_ORDER | {"cost": cost}, fetch=fetch)
 
 
+@pytest.mark.long
 def test_prepare_leaves_out_replica_slots_where_waits_cost_more_than_balance_gains(capsys):
     """The choice is that of the first batch. A balancer that continues from its state makes the same plans."""
     run = run_with_waits(1e6)

@@ -69,7 +69,9 @@ def replicated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [None, replicated()], ids=["home", "replicas"])
+@pytest.mark.parametrize(
+    "plan", [None, pytest.param(replicated(), marks=pytest.mark.long)], ids=["home", "replicas"]
+)
 def test_layers_in_chunks_equal_layers_at_once(plan):
     topology = TOPOLOGY if plan is None else dataclasses.replace(TOPOLOGY, replica_slots=1)
     at_once, params = step_of(settings(topology, check_rows=True), plan)

@@ -56,7 +56,7 @@ def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monke
     check_written(tmp_path, two_planners, capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch):
     """Pushes are part of the time, and only planners that fill resident slots need their memory."""
     two_planners = {name: PLANNERS[name] for name in ("static", "relibra")}

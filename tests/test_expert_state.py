@@ -34,6 +34,7 @@ def assert_equal(one, other):
 # The owner of moments, copies and orders
 
 
+@pytest.mark.long
 def test_prepare_needs_the_optimizer_once_it_was_given():
     """Without it, experts would move and their moments would not."""
     run = Run()

@@ -59,7 +59,7 @@ def test_right_rehearses_every_check(steps, name, capsys):
     assert all(facts["moved"] == 0 for facts in facts_of_step if "moved" in facts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_speed_is_rehearsed(steps, capsys):
     lines = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
     timed = [facts for facts in lines if "milliseconds" in facts]

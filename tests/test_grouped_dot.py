@@ -52,6 +52,9 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
 """All implementations, with those marked slow for which the GPU interpreter takes seconds per kernel."""
 each_implementation = pytest.mark.parametrize("implementation", slowly)
+rarely = [pytest.param(name, marks=[pytest.mark.long] * (name == "mosaic")) for name in IMPLEMENTATIONS]
+each_but_mosaic_rarely = pytest.mark.parametrize("implementation", rarely)
+"""For tests of what the Hopper kernels do at other operands, which have run on GPUs too."""
 
 
 def inputs(setting, *, transposed=False, slots=SLOTS):
@@ -134,7 +137,7 @@ def test_grouped_dot_output_and_gradients_equal_loops_over_groups(
     check(implementation, setting.sizes, arrays, transposed, out_dtype)
 
 
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_dot_of_several_buffers_gives_the_same_bits_as_one(implementation):
     """The results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
     setting = SETTINGS[implementation]
@@ -189,7 +192,7 @@ def test_grouped_dot_is_accurate_where_one_group_has_all_rows(implementation, sl
 
 
 @pytest.mark.slow
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_dot_is_unaffected_by_padding_and_unused_weights(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
@@ -208,7 +211,7 @@ def test_grouped_dot_is_unaffected_by_padding_and_unused_weights(implementation)
 
 
 @pytest.mark.slow
-@each_implementation
+@each_but_mosaic_rarely
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
 def test_grouped_dot_clips_invalid_sizes(implementation, sizes):
     """Rows beyond the end are ignored, and negative sizes count as 0."""
@@ -226,7 +229,7 @@ def test_grouped_dot_clips_invalid_sizes(implementation, sizes):
 
 
 @pytest.mark.slow
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_dot_is_accurate_for_any_sizes(implementation):
     setting = SETTINGS[implementation]
 

@@ -59,6 +59,9 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
 """All implementations, with those marked slow for which the GPU interpreter takes seconds per kernel."""
 each_implementation = pytest.mark.parametrize("implementation", slowly)
+rarely = [pytest.param(name, marks=[pytest.mark.long] * (name == "mosaic")) for name in IMPLEMENTATIONS]
+each_but_mosaic_rarely = pytest.mark.parametrize("implementation", rarely)
+"""For tests of what the Hopper kernels do at other operands, which have run on GPUs too."""
 # Tests with many compilations or many calls would take too long in the interpreter.
 each_compiled = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
@@ -167,7 +170,7 @@ def test_grouped_mlp_output_and_gradients_equal_loops_over_groups(implementation
     check(implementation, setting.sizes, inputs(setting))
 
 
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_mlp_of_several_buffers_gives_the_same_bits_as_one(implementation):
     """The results are bitwise equal, however the weights are split into buffers."""
     setting = SETTINGS[implementation]
@@ -256,7 +259,7 @@ def test_grouped_mlp_is_accurate_where_only_one_group_has_rows(implementation, s
     check(implementation, np.eye(PLAIN.groups)[slot] * rows, inputs())
 
 
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_mlp_is_unaffected_by_padding(implementation):
     setting = SETTINGS[implementation]
     none, one = np.zeros(setting.groups, np.int32), np.eye(setting.groups, dtype=np.int32)
@@ -274,7 +277,7 @@ def test_grouped_mlp_is_unaffected_by_padding(implementation):
 
 
 @pytest.mark.slow
-@each_implementation
+@each_but_mosaic_rarely
 def test_grouped_mlp_is_accurate_for_any_sizes(implementation):
     setting = SETTINGS[implementation]
     ends = st.lists(st.integers(0, setting.rows), min_size=setting.groups, max_size=setting.groups).map(

@@ -146,7 +146,11 @@ def gradients(in_place, runs, groups=1, topology=ONE_NODE):
 
 @pytest.mark.parametrize(
     ("groups", "topology"),
-    [(1, ONE_NODE), (2, ONE_NODE), pytest.param(2, TWO_NODES, marks=pytest.mark.slow)],
+    [
+        (1, ONE_NODE),
+        pytest.param(2, ONE_NODE, marks=pytest.mark.long),
+        pytest.param(2, TWO_NODES, marks=pytest.mark.slow),
+    ],
     ids=["one group", "two groups", "two groups with residents"],
 )
 def test_gradients_in_place_are_those_beside_totals(groups, topology):
@@ -159,6 +163,7 @@ def test_gradients_in_place_are_those_beside_totals(groups, topology):
         assert np.any(value) or "head" in jax.tree_util.keystr(path)
 
 
+@pytest.mark.long
 def test_gradients_in_place_of_a_model_that_runs_twice_are_nan():
     assert np.isnan(gradients(True, 2)[0]["embedding"][...]).all()
     assert np.isfinite(gradients(False, 2)[0]["embedding"][...]).all()

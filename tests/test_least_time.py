@@ -77,7 +77,10 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("laer", 0)])
+@pytest.mark.parametrize(
+    ("name", "residents"),
+    [("static", 0), pytest.param("relibra", 0, marks=pytest.mark.long), ("relibra", 1), ("laer", 0)],
+)
 def test_least_time_is_at_most_the_time_of_planners(name, residents):
     where, across = topology(residents=residents), PLANNERS[name].across_nodes
     for seed, skew in ((0, 0.0), (1, 2.0)):
@@ -90,7 +93,10 @@ def test_least_time_is_at_most_the_time_of_planners(name, residents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "residents", "across"), [(4, 0, False), (2, 1, False), (2, 1, True)])
+@pytest.mark.parametrize(
+    ("nodes", "residents", "across"),
+    [pytest.param(4, 0, False, marks=pytest.mark.long), (2, 1, False), (2, 1, True)],
+)
 def test_least_time_is_at_most_the_time_of_random_plans(nodes, residents, across):
     where = topology(nodes, 4 // nodes, residents=residents)
     for seed in range(4):
@@ -103,7 +109,9 @@ def test_least_time_is_at_most_the_time_of_random_plans(nodes, residents, across
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] * (n > 1)) for n, way in enumerate(WAYS)]
+)
 def test_least_time_is_at_most_the_time_of_plans_however_layers_run(way):
     for seed, (nodes, residents, across) in enumerate([(2, 1, False), (4, 0, False)]):
         where, replay = topology(nodes, 4 // nodes, residents=residents), routed(seed)

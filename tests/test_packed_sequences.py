@@ -89,7 +89,7 @@ def test_packed_sequences_give_the_results_of_padded_sequences():
         np.testing.assert_allclose(other, leaf, atol=1e-5 * largest, err_msg=str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_in_pieces_give_the_results_of_whole_ones():
     """Samples begin at multiples of two positions of every rank of a node, and buffers are counted for halves."""
     (gradients, log_prob), (desired, whole) = result(True, 2), result(True)

@@ -185,7 +185,7 @@ def test_stages_without_common_samples_share_one_copy_of_the_routes(replay):
     assert mean.copy == pytest.approx((COSTS[0].copy + COSTS[1].copy) / 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stage_is_assigned_to_the_homes_of_all(replay):
     """In every round, each stage gets its own sizes and price, and homes and residents that all stages share."""
     calls = []
@@ -323,7 +323,7 @@ def test_stages_that_are_invalid_are_rejected(replay, options, message):
         plan_batch(replay, static(), (), TOPOLOGY, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_of_counts_and_routes_are_those_of_the_replay(replay):
     load = sample_load(replay, num_experts=8).astype(np.uint8)
     counts = Batch(load, replay.mask.sum(1), sample_routes(replay))

@@ -75,9 +75,7 @@ def assert_same_bits(tensors, expected):
 
 def marks_of(name):
     """Return the marks of a checkpoint whose logits are computed: every one takes some seconds to compile."""
-    return {"qwen3_moe": (), "glm4_moe": pytest.mark.slow, "mixtral": pytest.mark.long}.get(
-        name, pytest.mark.long
-    )
+    return {"qwen3_moe": pytest.mark.slow}.get(name, pytest.mark.long)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CHECKPOINTS])

@@ -65,7 +65,7 @@ def test_optax_finds_the_parameters_in_a_stored_state():
     assert labels[1][0].mu == labels[1][0].nu == {"experts": 0, "router": None}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_moments_in_bfloat16_learns_the_same_up_to_rounding():
     (exact, of_exact), (rounded, of_rounded) = trained("float32"), trained("bfloat16")
     for before, after in zip(of_exact[:2], of_rounded[:2], strict=True):

@@ -30,7 +30,7 @@ def stepped(smallest_policy):
     return trainers, [[trainer.learn() for _ in range(2)] for trainer in trainers]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     (one, other, _), (metrics, again, without) = stepped
     for actual, same, plain in zip(metrics, again, without, strict=True):
@@ -48,7 +48,7 @@ def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
     assert imbalances[0] != imbalances[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("wave_samples", [None, 16])
 def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_samples, monkeypatch):
     (trainer, *_), _ = stepped
@@ -77,7 +77,7 @@ def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_sa
     assert sampled[ended].max() < sampled[~ended].min()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"planner": "eplb"}, {"plan_ahead": 1.0}])
 def test_plan_ahead_has_no_watch_if_it_is_off(stepped, changes):
     state = stepped[0][0].state

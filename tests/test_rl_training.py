@@ -123,7 +123,7 @@ def test_balancing_does_not_change_learning(resident_slots):
         assert np.linalg.norm(balanced[name] - value) < TOLERANCE * moved, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recompute_equals_the_log_probs_of_generation():
     trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
     ((batch, samples),) = trainer.prepare(responses, StepClock()).recompute
@@ -388,6 +388,7 @@ def test_prompts_skip_examples_that_are_too_long():
     assert max(len(example.answer) for example in examples) == 4
 
 
+@pytest.mark.long
 def test_planner_settings_reach_the_planner(tmp_path):
     settings = small(reorder=Reorder(steps=3), replicate=Replicate(min_tokens=10**6))
     entry, topology = settings.planner_entry, settings.topology

@@ -148,7 +148,7 @@ def test_plan_never_costs_more_than_to_stay_under_jit():
     chex.assert_trees_all_equal(compiled, plan_of(replay, state, stages=stages)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plan_of_two_stages_never_costs_more_than_to_stay():
     """Stages share their homes, so all of them together are compared with staying."""
     replay = recorded()
