@@ -297,6 +297,12 @@ def test_summarise_and_figure_accept_steps_with_different_settings(unbroken, tmp
     changed["balance/imbalance_by_micro_batch"], changed["balance/imbalance_live"] = [1.0], 1.5
     changed["balance/imbalance_static_by_micro_batch"] = [1.2]
     assert summarise(lines)["imbalance_live"] == 1.5
+    learned = [line for line in lines if line["kind"] == "learn"]
+    changed["speed/response_tokens_per_second"] = None  # as with staleness
+    assert summarise(lines)["response_tokens_per_second"] > 0
+    assert "response_tokens_per_second" not in summarise(
+        [{**line, "speed/response_tokens_per_second": None} for line in learned]
+    )
     training_figure(tmp_path / "figure.png", {0: lines}, "changed on the way")
 
 

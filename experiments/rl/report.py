@@ -141,7 +141,9 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
         if values := [value for value in values if value is not None]:
             numbers[name] = float(np.mean(values))
     for name in SPEEDS:
-        numbers[name] = float(np.median([line[f"speed/{name}"] for line in learn_lines]))
+        values = [line[f"speed/{name}"] for line in learn_lines]
+        if values := [value for value in values if value is not None]:
+            numbers[name] = float(np.median(values))
     times = {name: _seconds(learn_lines, name) for name in METRICS if name.startswith("time/")}
     planning = sum(np.nan_to_num(times[f"time/{phase}_seconds"]) for phase in PLANNING)
     return numbers | {
