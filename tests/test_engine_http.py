@@ -100,7 +100,7 @@ def engine(servers, tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(100))
 
-    monkeypatch.setattr(weights, "read_config", lambda source: {})
+    monkeypatch.setattr(weights, "saved_dtype", lambda source: None)
     monkeypatch.setattr(weights, "save_pretrained", save)
 
     async def answer(request):

@@ -13,9 +13,10 @@ from flax import nnx
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.http import HttpEngine
 from experiments.engines.protocol import EngineError, Sampling, seeds_of
+from experiments.engines.requests import Draw, Request, read_request
 from experiments.engines.server import make_app
 from experiments.engines.settings import EngineRequests
-from experiments.engines.worker import Draw, Request, Worker, read_request
+from experiments.engines.worker import Worker
 from experiments.examples import tiny_checkpoint
 from experiments.rl.policy import TINY
 from relibra_jax import Topology

@@ -22,7 +22,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from experiments.engines.worker import Worker, read_request
+from experiments.engines.requests import read_request
+from experiments.engines.worker import Worker
 from relibra_jax.support.json_text import parse_json
 
 

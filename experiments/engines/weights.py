@@ -13,7 +13,7 @@ from typing import Final
 
 from experiments.engines.protocol import EngineError
 from relibra_jax.models import LanguageModel, save_pretrained
-from relibra_jax.models.hf_config import read_config
+from relibra_jax.models.hf_config import saved_dtype
 
 MEMORY: Final = Path("/dev/shm")
 """The file system in memory of Linux, where folders of weights lie unless the settings name another place."""
@@ -54,9 +54,7 @@ class WeightFolders:
                 remove_left(self._folder.parent)
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-            fields = read_config(self._source)
-            dtype = fields.get("dtype") or fields.get("torch_dtype")
-            save_pretrained(policy, folder, source=self._source, dtype=dtype)
+            save_pretrained(policy, folder, source=self._source, dtype=saved_dtype(self._source))
         except OSError as error:
             raise EngineError(
                 f"{folder}: {error.strerror or error}; --requests.weights names another place"

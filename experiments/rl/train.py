@@ -30,7 +30,7 @@ from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.models import save_pretrained
-from relibra_jax.models.hf_config import read_config
+from relibra_jax.models.hf_config import saved_dtype
 
 CHECKPOINTS_KEPT: Final = 2
 """The number of latest checkpoints that a run keeps."""
@@ -234,9 +234,7 @@ def _save_model(trainer: Trainer, folder: Path, console: Console) -> None:
     source = trainer.config.model
     assert source is not None
     if not on_any(trained.exists()):
-        fields = read_config(source)
-        dtype = fields.get("dtype") or fields.get("torch_dtype")
-        save_pretrained(trainer.state.agent.policy, trained, source=source, dtype=dtype)
+        save_pretrained(trainer.state.agent.policy, trained, source=source, dtype=saved_dtype(source))
     console.print(f"trained model: {trained}", highlight=False, soft_wrap=True)
 
 

@@ -68,6 +68,10 @@ class Heads(NamedTuple):
         start = head * self.width
         return Span(start, size, None if size == self.width else start + self.width)
 
+    def key_columns(self, head: Any, size: int) -> Span:
+        """Return the columns of the key head of a query head, likewise."""
+        return self.columns(jax.lax.div(head, jnp.int32(self.group)), size)
+
 
 def attention_kernel(
     query: jax.Array, key: jax.Array, value: jax.Array, ranges: Ranges, *, heads: Heads, blocks: BlockSizes
@@ -91,8 +95,7 @@ def attention_kernel(
     def body(refs: Operands, outs: Any) -> None:
         tile, head = pl.program_id(0), pl.program_id(1)
         rows, whole = _tile(tile, blocks.height, query.shape[0])
-        columns = heads.columns(head, blocks.width)
-        key_columns = heads.columns(jax.lax.div(head, jnp.int32(heads.group)), blocks.width)
+        columns, key_columns = heads.columns(head, blocks.width), heads.key_columns(head, blocks.width)
         queries = load(refs.query, (), rows, columns)
         first, last = load(refs.first, (), whole), load(refs.last, (), whole)
 
@@ -155,8 +158,7 @@ def query_gradient_kernel(
         operands, of_output = refs
         tile, head = pl.program_id(0), pl.program_id(1)
         rows, whole = _tile(tile, blocks.height, query.shape[0])
-        columns = heads.columns(head, blocks.width)
-        key_columns = heads.columns(jax.lax.div(head, jnp.int32(heads.group)), blocks.width)
+        columns, key_columns = heads.columns(head, blocks.width), heads.key_columns(head, blocks.width)
         queries, gradients = (load(ref, (), rows, columns) for ref in (operands.query, of_output.gradient))
         first, last = load(operands.first, (), whole), load(operands.last, (), whole)
         log_sum, mean = load(of_output.log_sum, (head,), whole), load(of_output.mean, (head,), whole)

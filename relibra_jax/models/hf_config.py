@@ -90,6 +90,19 @@ def read_config(folder: str | Path) -> Fields:
     return fields
 
 
+def saved_dtype(folder: str | Path) -> str | None:
+    """Read the dtype of a checkpoint's tensors from its ``config.json``. None if it does not say.
+
+    Args:
+        folder: the folder of the checkpoint.
+
+    Raises:
+        ValueError: if `read_config` rejects the file.
+    """
+    fields = read_config(folder)
+    return fields.get("dtype") or fields.get("torch_dtype")
+
+
 def load_config(
     folder: str | Path, *, dtype: DTypeLike = "float32", param_dtype: DTypeLike = "float32"
 ) -> ModelConfig:
