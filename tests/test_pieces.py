@@ -19,6 +19,7 @@ from relibra_jax.cost.step_time import RankTime, exposed_exchange, hop_times, la
 from relibra_jax.cost.traffic import Sent, count_sent
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.nnx.balancer_state import count_sizes
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.sizes import LAYER_SIXTEENTHS
@@ -89,7 +90,7 @@ def test_buffers_of_pieces_are_sized_for_the_fullest(replay):
     mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
     whole, halves = (
         count_sizes(
-            replay,
+            BatchRoutes(replay),
             [batch_plan],
             {},
             ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=True, pieces=pieces),

@@ -18,6 +18,7 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_sent
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.nnx.balancer_state import count_sizes
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.batch import count_batch
@@ -89,7 +90,7 @@ def test_buffers_of_striped_layers_are_sized_for_dealt_tokens(replay, assignment
     mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
     held, dealt = (
         count_sizes(
-            replay,
+            BatchRoutes(replay),
             [batch_plan],
             {},
             ExpertParallel(mesh=mesh, topology=TOPOLOGY, striped=striped),

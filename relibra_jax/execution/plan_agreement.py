@@ -6,12 +6,15 @@ sends. Comparing 32 bytes beforehand is cheap. If only one process plans,
 `jax.experimental.multihost_utils.broadcast_one_to_all` can send its plan to the others.
 """
 
+import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from relibra_jax.support.argument_types import checks_arguments
@@ -52,3 +55,50 @@ def check_same_plan(tree: Any, *, what: str = "plan") -> None:
     different = np.flatnonzero((digests != digests[0]).any(-1)).tolist()
     if different:
         raise ValueError(f"{what}: processes {different} of {jax.process_count()} differ from process 0")
+
+
+def check_everywhere(check: Callable[[], None]) -> None:
+    """Check what only this process has, and raise ValueError on every process if it is wrong on any.
+
+    Every process must call this function.
+    """
+    error = None
+    try:
+        check()
+    except ValueError as found:
+        error = found
+    failed = processes_where(error is not None)
+    if error is not None:
+        raise error
+    if failed.size:
+        raise ValueError(
+            f"processes {failed.tolist()} of {jax.process_count()} rejected their part of the batch"
+        )
+
+
+def add_up[T](tree: T) -> T:
+    """Add up the host arrays of all processes, exactly for integers. Every process must call it, with equal shapes."""
+    if jax.process_count() == 1:
+        return tree
+    first = [
+        min((device for device in jax.devices() if device.process_index == process), key=lambda each: each.id)
+        for process in range(jax.process_count())
+    ]
+    mesh = Mesh(np.array(first), ("process",))
+
+    def spread(leaf: Any) -> jax.Array:
+        mine = np.asarray(leaf)[None]
+        shape = (jax.process_count(), *mine.shape[1:])
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh, PartitionSpec("process")), lambda _: mine
+        )
+
+    return jax.device_get(_sums(mesh)(jax.tree.map(spread, tree)))
+
+
+@functools.cache
+def _sums(mesh: Mesh) -> Any:
+    def add(tree):
+        return jax.tree.map(lambda leaf: leaf.sum(0, dtype=leaf.dtype), tree)
+
+    return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))

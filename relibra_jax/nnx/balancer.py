@@ -27,6 +27,7 @@ from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, c
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.plan_agreement import check_everywhere
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -39,6 +40,7 @@ from relibra_jax.nnx.balancer_state import (
     saved_way,
     stage_shape,
 )
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import (
     check_aligned_left,
@@ -98,7 +100,7 @@ LAYOUTS: Final = {"packed": lay_out_sequences, "split": lay_out_streams}
 class _Planned(NamedTuple):
     """A batch with its checked plans, on the host."""
 
-    replay: RoutingReplay | None
+    routes: BatchRoutes | None
     batch: Batch
     top_k: int
     parallel: ExpertParallel
@@ -265,6 +267,7 @@ class Balancer:
         optimizer: nnx.Optimizer | None,
         replay: RoutingReplay | None,
         *,
+        own: Int[Array, " b"] | None = None,
         counts: Batch | None = None,
         mask: Bool[Array, "B T"] | None = None,
         capacities: Capacities | None = None,
@@ -272,7 +275,8 @@ class Balancer:
     ) -> PreparedBatch:
         """Plan a batch, size its buffers, and move the model's experts to the homes of the plan.
 
-        If there are several processes, every process must call it with the same replay. Parameters and optimizer state
+        If there are several processes, every process must call it, with the same replay or, with ``own``, with a part
+        of it. Parameters and optimizer state
         that are not on the mesh yet are put there, according to their sharding metadata. Preparing a replay invalidates
         the batch that was prepared from the previous replay. Preparing live routing does not.
 
@@ -282,6 +286,9 @@ class Balancer:
             replay: the recorded routing of all samples of the batch, in memory or memory-mapped. None without
                 ``counts`` prepares live routing: experts stay where they are, there are no replicas, and samples stay
                 in order or, in packed sequences, are packed by length.
+            own: the numbers in the batch of the samples that ``replay`` has, if it has only those of this process. Then
+                no process needs the routes of the whole batch: each counts its own, and the routes go straight to the
+                ranks that train on them. Every sample must be with one process. None if ``replay`` has all samples.
             counts: the counts of all samples, from `relibra_jax.sample_counts` in the rollout workers
                 (`relibra_jax.join_batches`), from which the batch is planned without counting the replay. With a
                 replay, its routes are read for buffer sizes and tables alone, and the devices check them. Without one,
@@ -301,7 +308,8 @@ class Balancer:
                 layers or experts than the model, the optimizer has made no step since the previous batch was prepared
                 or is None after it was given for an earlier batch, the homes of the model or a copy differ from the
                 balancer's, experts are not at their homes, a parameter is not finite, the processes computed different
-                plans, or the plan breaks a rule. Nothing has moved then.
+                plans, or the plan breaks a rule. Nothing has moved then. If a process finds its own part of a replay
+                wrong, all raise.
             ValueError: also if the counts do not belong to their lengths, sampled routes or replay, or if layers that
                 are striped or run in pieces, or split sequences, are to be planned from counts alone.
             relibra_jax.execution.migration.MoveError: if experts cannot be moved, for example because memory runs out
@@ -312,6 +320,7 @@ class Balancer:
             optimizer,
             replay,
             [Stage(self.num_micro_batches)],
+            own=own,
             counts=counts,
             mask=mask,
             capacities=capacities,
@@ -328,6 +337,7 @@ class Balancer:
         stages: Sequence[Stage],
         *,
         updates: Sequence[int] | None = None,
+        own: Int[Array, " b"] | None = None,
         counts: Batch | None = None,
         mask: Bool[Array, "B T"] | None = None,
         capacities: Capacities | None = None,
@@ -349,6 +359,7 @@ class Balancer:
                 updates.
             updates: the number of optimizer updates of each stage, for the price: 0 for a recompute, which has only a
                 forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
+            own: the numbers of the samples of ``replay``, as for `prepare`.
             counts: the counts of all samples, as for `prepare`.
             mask: True on the tokens of each sample, for live routing only, as for `prepare`.
             capacities: buffer sizes, for live routing only, as for `prepare`.
@@ -369,13 +380,17 @@ class Balancer:
             live = self._live_stages(stages, mask, capacities)
             put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
+        routes = None
+        if replay is not None:
+            numbers = None if own is None else np.asarray(own)
+            routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)), numbers)
         if mask is not None or capacities is not None:
             raise ValueError(
                 "mask and capacities are for live routing: remove them, the replay or its counts determine both"
             )
         number, way = self._batch_number, (self.parallel, self._cost, self._way)
         try:
-            return self._prepare_replay(model, optimizer, replay, counts, stages, updates, copies)
+            return self._prepare_replay(model, optimizer, routes, counts, stages, updates, copies)
         except BaseException:
             if self._batch_number == number:
                 self.parallel, self._cost, self._way = way
@@ -502,19 +517,19 @@ class Balancer:
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer | None,
-        replay: RoutingReplay | None,
+        routes: BatchRoutes | None,
         counts: Batch | None,
         stages: Sequence[Stage],
         updates: Sequence[int] | None,
         copies: Sequence[nnx.Module],
     ) -> tuple[PreparedBatch, ...]:
-        """Plan the stages of a replay or its counts, and move the experts. Signals wait while anything changes."""
+        """Plan the stages of a batch, and move the experts. Signals wait while anything changes."""
         marks = self._check(model, optimizer)
         with jax.profiler.TraceAnnotation("plan"):
-            planned = self._plan_replay(replay, counts, stages, updates)
+            planned = self._plan_replay(routes, counts, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
             sizes = count_sizes(
-                planned.replay,
+                planned.routes,
                 planned.plans,
                 self._capacities,
                 planned.parallel,
@@ -545,29 +560,26 @@ class Balancer:
 
     def _plan_replay(
         self,
-        replay: RoutingReplay | None,
+        routes: BatchRoutes | None,
         counts: Batch | None,
         stages: Sequence[Stage],
         updates: Sequence[int] | None,
     ) -> _Planned:
-        """Plan a batch from its replay or its counts, and check its plans."""
+        """Plan a batch from its routes or its counts, and check its plans."""
         begin, topology = time.perf_counter(), self.parallel.topology
         size = {"num_experts": topology.num_experts, "num_layers": self.num_layers}
-        if replay is not None:
-            replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
         prices = self._prices(len(stages), updates)
+        if routes is not None:
+            self._check_routes(routes, counts)
         if counts is not None:
-            top_k = check_counts(counts, replay, **size)
+            top_k = check_counts(counts, None, **size)
             batch = jax.tree.map(np.asarray, counts)
         else:
-            assert replay is not None
-            check_replay_layers(replay, **size)
-            top_k = replay.expert_ids.shape[-1]
-            batch = count_on_host(replay, self.planner, topology, prices)
-        if replay is None:
+            assert routes is not None
+            top_k = routes.top_k
+            batch = count_on_host(routes, self.planner, topology, prices)
+        if routes is None:
             check_plans_from_counts(self.parallel, top_k)
-        elif self.sequences != "padded":
-            check_aligned_left(np.asarray(replay.mask))
         next_key, key = jax.random.split(self._key)
         search = functools.partial(self._search, batch, stages, updates, key)
         plans, state = search()
@@ -581,15 +593,32 @@ class Balancer:
             parallel.is_striped,
         )
         if self.sequences == "split":
-            assert replay is not None
-            plans = load_of_sequences(plans, replay, layouts, topology, striped=striped)
+            assert routes is not None
+            plans = load_of_sequences(plans, routes, layouts, topology, striped=striped)
         elif striped or searched_striped:
-            plans = load_on_host(plans, replay, batch, topology, striped=striped)
+            plans = load_on_host(plans, routes, batch, topology, striped=striped)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
         return _Planned(
-            replay, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
+            routes, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
         )
+
+    def _check_routes(self, routes: BatchRoutes, counts: Batch | None) -> None:
+        """Raise ValueError unless the routes are valid, or belong to counts; on all processes if it is on one."""
+        size = {"num_experts": self.parallel.topology.num_experts, "num_layers": self.num_layers}
+
+        def check() -> None:
+            if counts is None:
+                check_replay_layers(routes.replay, **size)
+            else:
+                check_counts(counts, routes, **size)
+            if self.sequences != "padded":
+                check_aligned_left(routes.replay.mask)
+
+        if routes.own is None:
+            check()
+        else:
+            check_everywhere(check)
 
     def _lay_out_stages(
         self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
@@ -673,8 +702,8 @@ class Balancer:
         lengths, num_samples = np.asarray(planned.batch.lengths), len(planned.batch.lengths)
         length = planned.batch.sequence_length
         num_tokens = int(lengths.max(initial=0) if length is None else length)
-        if planned.replay is not None:
-            num_tokens = planned.replay.mask.shape[1]
+        if planned.routes is not None:
+            num_tokens = planned.routes.num_tokens
         layout, model_times = planned.layouts[number] if planned.layouts else None, None
         sequences = batch_sequences(
             plan.assignment,
@@ -708,8 +737,8 @@ class Balancer:
         )
         plan = jax.tree.map(functools.partial(replicate, mesh=parallel.mesh), plan)
         layers = None
-        if planned.replay is not None:
-            layers = prepare_replayed(plan, parallel, sequences, planned.replay)
+        if planned.routes is not None:
+            layers = prepare_replayed(plan, parallel, sequences, planned.routes)
         return PreparedBatch(plan, parallel, layers, host)
 
     def _live_stages(

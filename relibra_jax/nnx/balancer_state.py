@@ -21,11 +21,12 @@ from jaxtyping import Int, Integer, PyTree
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
 from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.resident_push import PushSizes
-from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
+from relibra_jax.routing.sequence_packing import SequenceLayout
 from relibra_jax.routing.sizes import (
     Capacities,
     ExchangeSizes,
@@ -33,7 +34,7 @@ from relibra_jax.routing.sizes import (
     grow_capacities,
     with_spare_room,
 )
-from relibra_jax.routing.visits import most_visits, node_visits
+from relibra_jax.routing.visits import most_visits, node_visits, possible_visits
 
 
 class BalancerState(NamedTuple):
@@ -143,7 +144,7 @@ class BufferSizes(NamedTuple):
 
 
 def count_sizes(
-    replay: RoutingReplay | None,
+    routes: BatchRoutes | None,
     plans: Sequence[BatchPlan],
     capacities: Mapping[str, Capacities],
     parallel: ExpertParallel,
@@ -155,8 +156,9 @@ def count_sizes(
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
     Args:
-        replay: the routing of all samples, on the host. None bounds visits from above, for layers that are not striped
-            and run in one piece (`relibra_jax.routing.visits.most_visits`).
+        routes: the routes of the batch. Those of this process alone bound visits from above
+            (`relibra_jax.routing.visits.possible_visits`). None does so, too, for layers that are not striped and run
+            in one piece (`relibra_jax.routing.visits.most_visits`).
         plans: the plan of each stage.
         capacities: the buffer sizes of earlier batches by stage shape.
         parallel: the mesh, topology and exchanges with which layers execute the plans.
@@ -173,15 +175,15 @@ def count_sizes(
         sizes = grown.get(shape, first_sizes(parallel))
         with on_host():
             pieces: Sequence[tuple[RoutingReplay | None, BatchPlan]] = [(None, plan)]
-            if replay is not None:
-                whole, whole_plan = replay, plan
-                if parallel.split_sequences:
-                    whole, whole_plan = in_sequences(replay, plan, layouts[number])
-                pieces = split_plan(whole, whole_plan, topology, pieces=parallel.pieces, **how)
+            if routes is not None:
+                placed = routes.placed(plan, layouts[number] if parallel.split_sequences else None)
+                pieces = split_plan(*placed, topology, pieces=parallel.pieces, total=routes.total, **how)
             for part, part_plan in pieces:
                 visited = None
                 if crosses and part is not None:
-                    visited = np.asarray(node_visits(part, part_plan, topology, **how))
+                    assert routes is not None
+                    count = node_visits if routes.own is None else possible_visits
+                    visited = np.asarray(routes.total(count(part, part_plan, topology, **how)))
                 elif crosses:
                     visited = most_visits(lengths, part_plan, topology)
                 sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))

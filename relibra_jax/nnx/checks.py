@@ -13,6 +13,7 @@ from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import EMPTY, Array, RoutingReplay, check_shape
 from relibra_jax.execution.memory import in_host_memory, take, to_device
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.nnx.prepared import PreparedBatch, by_group
@@ -117,12 +118,12 @@ def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: 
         )
 
 
-def check_counts(batch: Batch, replay: RoutingReplay | None, *, num_experts: int, num_layers: int) -> int:
-    """Check the counts of a batch, and that its sampled routes and its replay, if there are any, belong to them.
+def check_counts(batch: Batch, routes: BatchRoutes | None, *, num_experts: int, num_layers: int) -> int:
+    """Check the counts of a batch, and that its sampled routes and its routes, if there are any, belong to them.
 
     Args:
         batch: the counts of all samples.
-        replay: the routing of the same samples, of which only shapes and lengths are read.
+        routes: the routes of the same samples, of which only shapes and lengths are read.
         num_experts: E, the number of logical experts of a layer.
         num_layers: L, the number of MoE layers of the model.
 
@@ -155,15 +156,16 @@ def check_counts(batch: Batch, replay: RoutingReplay | None, *, num_experts: int
         raise ValueError(
             f"counts.routes has {batch.routes.expert_ids.shape[-1]} experts a token, but its counts {top_k}"
         )
-    if replay is not None:
-        expected = (len(lengths), replay.mask.shape[1], num_layers, top_k)
-        check_shape("replay.expert_ids", replay.expert_ids.shape, expected)
-        real = np.asarray(replay.mask).sum(1)
-        if (other := real != lengths).any():
-            sample = int(other.argmax())
+    if routes is not None:
+        numbers = np.arange(len(lengths)) if routes.own is None else routes.own
+        expected = (len(numbers), routes.num_tokens, num_layers, top_k)
+        check_shape("replay.expert_ids", routes.replay.expert_ids.shape, expected)
+        real = routes.replay.mask.sum(1)
+        if (other := real != lengths[numbers]).any():
+            row = int(other.argmax())
             raise ValueError(
-                f"sample {sample}: counts of {lengths[sample]} tokens, but the replay has {real[sample]} real tokens:"
-                " they are of different samples"
+                f"sample {numbers[row]}: counts of {lengths[numbers[row]]} tokens, but the replay has {real[row]} real"
+                " tokens: they are of different samples"
             )
     return top_k
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, PyTree
 
-from relibra_jax.contract.types import EMPTY, Array, BatchPlan, RoutingReplay
+from relibra_jax.contract.types import EMPTY, Array, BatchPlan
 from relibra_jax.execution.memory import HOST, take, to_host
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_micro_batch
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import BatchSequences, SequencePacking
 from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
 
@@ -143,13 +144,16 @@ class PreparedBatch:
         layers = self.layers()
         return None if layers is None else take(layers, index)
 
-    def to_ranks(self, samples: PyTree) -> PyTree:
+    def to_ranks(self, samples: PyTree, *, own: Int[Array, " b"] | None = None) -> PyTree:
         """Put the samples of the batch on the ranks that compute them, micro-batch by micro-batch. Runs on the host.
 
         Args:
             samples: any tree of host arrays ``[B, ...]``, such as tokens, masks, weights or the replay itself, with one
                 row for each sample of the batch and equal on all processes. A stage with some of the samples picks
                 their rows.
+            own: the numbers in the batch of the samples whose rows the arrays have, ``[b, ...]``, if each process has
+                only its own. The rows then travel between the devices, one micro-batch at a time. None if every process
+                has all rows.
 
         Returns:
             The same tree with arrays ``[M, sequences, ...]``, where ``sequences`` is sharded over the ranks and unused
@@ -160,16 +164,18 @@ class PreparedBatch:
         Raises:
             ValueError: if an array does not have one row for each sample, or the balancer has prepared another batch.
         """
-        return self._sequences("to_ranks").to_ranks(samples)
+        return self._sequences("to_ranks").to_ranks(samples, own)
 
-    def from_ranks(self, sequences: PyTree) -> PyTree:
+    def from_ranks(self, sequences: PyTree, *, own: Int[Array, " b"] | None = None) -> PyTree:
         """Bring the results of steps back from the ranks' sequences into the order of the batch. Runs on the host.
 
-        If there are several processes, every process must call it, and every process gets all results.
+        If there are several processes, every process must call it.
 
         Args:
             sequences: any tree of arrays ``[M, sequences, ...]`` with the sequences of `to_ranks`, or with packed
                 sequences ``[M, sequences, T, ...]``.
+            own: the numbers of the samples of which this process gets the results, ``[b, ...]`` in this order. None
+                brings all results to every process.
 
         Returns:
             The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed sequences; zeros (False) for
@@ -179,7 +185,7 @@ class PreparedBatch:
             ValueError: if an array has different numbers of micro-batches and sequences, or the balancer has
                 prepared another batch.
         """
-        return self._sequences("from_ranks").from_ranks(sequences)
+        return self._sequences("from_ranks").from_ranks(sequences, own)
 
     @property
     def packing(self) -> SequencePacking | None:
@@ -222,7 +228,7 @@ jax.tree_util.register_pytree_node(PreparedBatch, _flatten, _unflatten)
 
 
 def prepare_replayed(
-    batch_plan: BatchPlan, parallel: ExpertParallel, sequences: BatchSequences, replay: RoutingReplay
+    batch_plan: BatchPlan, parallel: ExpertParallel, sequences: BatchSequences, routes: BatchRoutes
 ) -> PreparedLayer:
     """Prepare the layers of a batch that follows recorded routing, on the devices.
 
@@ -230,7 +236,7 @@ def prepare_replayed(
         batch_plan: the plan of the batch, on the mesh.
         parallel: the mesh, topology, buffer sizes and exchanges with which layers execute the plan.
         sequences: the sequences of the ranks in which the samples lie.
-        replay: the recorded routing, on the host.
+        routes: the recorded routes, on the host.
 
     Returns:
         The prepared layers, stacked ``[M, L, *data]``.
@@ -239,7 +245,7 @@ def prepare_replayed(
         RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
             buffers.
     """
-    on_ranks = sequences.to_ranks(tuple(replay))
+    on_ranks = sequences.to_ranks(tuple(routes.replay), routes.own)
     layers, valid = _prepare(*on_ranks, batch_plan, parallel, sequences.sharding.memory_kind)
     invalid = np.argwhere(~np.asarray(valid)).tolist()
     if invalid:

@@ -15,14 +15,14 @@ from jaxtyping import Int, PRNGKeyArray
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.replay import assigned_load
-from relibra_jax.contract.types import BatchPlan, Price, RoutingReplay, Topology
+from relibra_jax.contract.types import BatchPlan, Price, Topology
 from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.planning.assignment import Assign
-from relibra_jax.planning.batch import Batch, count_for_planner
+from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.routing.pieces import dispatched_load
-from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
-from relibra_jax.routing.striping import with_striped_load
+from relibra_jax.routing.sequence_packing import SequenceLayout
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -67,18 +67,18 @@ def _host_device() -> jax.Device:
 
 
 def count_on_host(
-    replay: RoutingReplay, planner: Planner, topology: Topology, prices: Sequence[Price]
+    routes: BatchRoutes, planner: Planner, topology: Topology, prices: Sequence[Price]
 ) -> Batch:
-    """Count on the host what planning needs from a routing replay (`relibra_jax.planning.batch.count_for_planner`).
+    """Count on the host what planning needs from the routes of a batch (`BatchRoutes.count`).
 
     Args:
-        replay: the routing of all samples.
+        routes: the routes of the batch.
         planner: the planner, which decides whether transitions are counted.
         topology: the expert-parallel group.
         prices: the price of each stage. Routes are sampled if any of them pays for crossings.
     """
     with on_host():
-        return count_for_planner(replay, planner, topology, prices)
+        return routes.count(planner, topology, prices)
 
 
 def plan_on_host(
@@ -117,7 +117,7 @@ def plan_on_host(
 
 def load_on_host(
     plans: Sequence[BatchPlan],
-    replay: RoutingReplay | None,
+    routes: BatchRoutes | None,
     batch: Batch,
     topology: Topology,
     *,
@@ -127,7 +127,7 @@ def load_on_host(
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        replay: the routing of all samples; None only if layers are not striped.
+        routes: the routes of the batch; None only if layers are not striped.
         batch: the counts of the samples.
         topology: the expert-parallel group.
         striped: whether layers are striped.
@@ -135,16 +135,15 @@ def load_on_host(
     with on_host():
         plans = to_host(tuple(plans))
         if striped:
-            assert replay is not None
-            loaded = [with_striped_load(plan, replay, topology) for plan in plans]
-        else:
-            loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
+            assert routes is not None
+            return _with_loads(plans, routes, [None] * len(plans), topology, striped=True)
+        loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
     return tuple(jax.device_get(loaded))
 
 
 def load_of_sequences(
     plans: Sequence[BatchPlan],
-    replay: RoutingReplay,
+    routes: BatchRoutes,
     layouts: Sequence[SequenceLayout],
     topology: Topology,
     *,
@@ -154,17 +153,28 @@ def load_of_sequences(
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        replay: the routing of all samples.
+        routes: the routes of the batch.
         layouts: the sequences of each stage.
         topology: the expert-parallel group.
         striped: whether layers are striped.
     """
-    loads = []
     with on_host():
-        for plan, layout in zip(plans, layouts, strict=True):
-            in_place, placed = in_sequences(replay, plan, layout)
-            loads.append(dispatched_load(in_place, placed.assignment, topology, striped=striped))
-    pairs = zip(plans, jax.device_get(loads), strict=True)
+        return _with_loads(plans, routes, layouts, topology, striped=striped)
+
+
+def _with_loads(
+    plans: Sequence[BatchPlan],
+    routes: BatchRoutes,
+    layouts: Sequence[SequenceLayout | None],
+    topology: Topology,
+    *,
+    striped: bool,
+) -> tuple[BatchPlan, ...]:
+    loads = []
+    for plan, layout in zip(plans, layouts, strict=True):
+        replay, placed = routes.placed(plan, layout)
+        loads.append(routes.total(dispatched_load(replay, placed.assignment, topology, striped=striped)))
+    pairs = zip(jax.device_get(plans), jax.device_get(loads), strict=True)
     return tuple(plan._replace(load=load) for plan, load in pairs)
 
 

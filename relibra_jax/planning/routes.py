@@ -9,6 +9,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, Integer
 
 from relibra_jax.contract.planner import PlacedRoutes, Routes
 from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay
@@ -45,17 +46,33 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in replay):
         return _sample(replay, count)
     ids, mask = map(np.asarray, replay)
-    lengths = mask.sum(1, dtype=np.int64)
-    ends, total = np.cumsum(lengths), int(lengths.sum())
-    if not total:
-        return Routes(np.zeros((count, *ids.shape[2:]), ids.dtype), np.full(count, EMPTY, np.int32))
-    token = np.arange(count) * total // count
-    sample = np.searchsorted(ends, token, side="right")
-    position = token - (ends - lengths)[sample]
+    sample, position = token_places(mask.sum(1), count)
+    if not mask.any():
+        return Routes(np.zeros((count, *ids.shape[2:]), ids.dtype), sample)
     numbers, starts = np.unique(sample, return_index=True)
     for number, part in zip(numbers, np.split(position, starts[1:]), strict=True):
         part[:] = np.flatnonzero(mask[number])[part]
-    return Routes(ids[sample, position], sample.astype(np.int32))
+    return Routes(ids[sample, position], sample)
+
+
+def token_places(
+    lengths: Integer[np.ndarray, " B"], count: int
+) -> tuple[Int[np.ndarray, " Q"], Int[np.ndarray, " Q"]]:
+    """Return the sample and the number within it of Q real tokens of a batch, at even distances.
+
+    Args:
+        lengths: the number of real tokens of each sample.
+        count: Q, the number of tokens.
+
+    Returns:
+        The samples, int32, which do not decrease; EMPTY if the batch has no tokens. The numbers of tokens, int64.
+    """
+    ends, total = np.cumsum(lengths, dtype=np.int64), int(lengths.sum(dtype=np.int64))
+    if not total:
+        return np.full(count, EMPTY, np.int32), np.zeros(count, np.int64)
+    token = np.arange(count) * total // count
+    sample = np.searchsorted(ends, token, side="right")
+    return sample.astype(np.int32), token - (ends - lengths)[sample]
 
 
 def _sample(replay: RoutingReplay, count: int) -> Routes:

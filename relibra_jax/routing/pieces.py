@@ -6,6 +6,7 @@ slots of the plan, and every slot computes about its share of each piece (`relib
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ from relibra_jax.routing.striping import striped_load
 
 
 def split_plan(
-    replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, pieces: int, striped: bool
+    replay: RoutingReplay,
+    batch_plan: BatchPlan,
+    topology: Topology,
+    *,
+    pieces: int,
+    striped: bool,
+    total: Callable[[Array], Array] = lambda load: load,
 ) -> tuple[tuple[RoutingReplay, BatchPlan], ...]:
     """Split a batch and its plan into pieces, to count what each of them needs.
 
@@ -29,6 +36,7 @@ def split_plan(
         topology: the expert-parallel group.
         pieces: the number of pieces.
         striped: whether layers are striped.
+        total: a function that adds up the loads of all processes, if ``replay`` has only the samples of this one.
 
     Returns:
         The replay of each piece, in which the other tokens are masked, and the plan of the piece with its load and
@@ -41,7 +49,7 @@ def split_plan(
     parts = [
         replay._replace(mask=replay.mask & (piece_of_position == piece)[None]) for piece in range(pieces)
     ]
-    loads = [dispatched_load(part, batch_plan.assignment, topology, striped=striped) for part in parts]
+    loads = [total(dispatched_load(part, batch_plan.assignment, topology, striped=striped)) for part in parts]
     return tuple(zip(parts, _split_plan(batch_plan, tuple(loads), topology), strict=True))
 
 

@@ -106,15 +106,16 @@ def in_sequences(
     """Return a batch and its plan as if every sequence were a sample, for counts of what each rank has. On the host.
 
     Args:
-        replay: the routing of all samples.
+        replay: the routing of the samples.
         batch_plan: the plan, whose load and quotas stay as they are.
-        layout: the sequences of all ranks.
+        layout: the sequences of all ranks, with EMPTY for tokens of samples that ``replay`` does not have.
 
     Returns:
-        The routing of the sequences ``[M * N * G * r, T]``, a copy, and the plan with the assignment of them.
+        The routing of the sequences that have tokens, a copy, and the plan with the assignment of them; EMPTY for
+        sequences without tokens.
     """
-    sample = layout.sample.reshape(-1, layout.sample.shape[-1])
-    ids = np.asarray(replay.expert_ids)[np.maximum(sample, 0), layout.position.reshape(sample.shape)]
-    places = layout.sample.shape[:-1]
-    numbers = np.arange(len(sample), dtype=np.int32).reshape(places)
+    filled = (layout.sample != EMPTY).any(-1)
+    sample, position = layout.sample[filled], layout.position[filled]
+    ids = np.asarray(replay.expert_ids)[np.maximum(sample, 0), position]
+    numbers = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, EMPTY).astype(np.int32)
     return RoutingReplay(ids, sample != EMPTY), batch_plan._replace(assignment=Assignment(numbers))

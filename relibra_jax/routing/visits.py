@@ -104,6 +104,59 @@ def most_visits(
     return np.minimum(copies, tokens.reshape(len(tokens), 1, -1, 1)).astype(np.int32)
 
 
+@checks_arguments
+def possible_visits(
+    replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
+) -> Int[np.ndarray, "M L P N"]:
+    """Count the nodes that every token may visit: those to which its rank sends copies of any of its experts.
+
+    These are the visits of `node_visits` if every rank sends all copies of an expert to one node, and otherwise more.
+    Unlike them they are sums over tokens, so that processes that have the routes of some samples each can add them up.
+    Runs on the host.
+
+    Args:
+        replay: the routing of some samples of the batch.
+        batch_plan: the plan of the whole batch, whose assignment has the numbers of these samples, and EMPTY for all
+            others.
+        topology: the expert-parallel group.
+        striped: whether layers are striped, and the load of the plan as well.
+
+    Returns:
+        int32 tokens of these samples, as `node_visits` returns them.
+    """
+    ids, mask = map(np.asarray, replay)
+    sample = np.asarray(batch_plan.assignment.sample).reshape(len(batch_plan.assignment.sample), -1)
+    reach = np.asarray(_reach(batch_plan.layer_plans(), topology))
+    visits = np.zeros((*reach.shape[:3], topology.num_nodes), np.int32)
+    room, local = sample.shape[1] // topology.num_ranks, topology.ranks_per_node
+    for micro_batch, place in np.argwhere(sample != EMPTY):
+        number, rank = sample[micro_batch, place], place // room
+        position = np.flatnonzero(mask[number])
+        routes = ids[number, position]
+        parts = [(rank, routes)]
+        if striped:
+            first = rank // local * local
+            parts = [(first + turn, routes[position % local == turn]) for turn in range(local)]
+        for source, tokens in parts:
+            for layer, to_nodes in enumerate(reach[micro_batch, :, source]):
+                visits[micro_batch, layer, source] += to_nodes[tokens[:, layer]].any(1).sum(0, dtype=np.int32)
+    return visits
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E N"]:
+    """Return whether each rank sends copies of each expert to each node."""
+
+    def one_layer(plan: LayerPlan) -> Bool[jax.Array, "P E N"]:
+        node = jnp.arange(topology.num_nodes)[:, None, None]
+        expert = jnp.where(plan.slot_expert == EMPTY, topology.num_experts, plan.slot_expert)
+        sends = source_quota(plan, topology) > 0
+        reach = jnp.zeros((topology.num_ranks, topology.num_experts + 1, topology.num_nodes), bool)
+        return reach.at[:, expert, node].max(sends)[:, :-1]
+
+    return jax.lax.map(lambda layers: jax.lax.map(one_layer, layers), jax.tree.map(jnp.asarray, plans))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L P N"]:
     def one_layer(plan: LayerPlan) -> Int[jax.Array, "P N"]:
