@@ -613,7 +613,7 @@ class Balancer:
             else:
                 check_counts(counts, routes, **size)
             if self.sequences != "padded":
-                check_aligned_left(routes.replay.mask)
+                check_aligned_left(np.asarray(routes.replay.mask))
 
         if routes.own is None:
             check()

@@ -177,7 +177,13 @@ def count_sizes(
             pieces: Sequence[tuple[RoutingReplay | None, BatchPlan]] = [(None, plan)]
             if routes is not None:
                 placed = routes.placed(plan, layouts[number] if parallel.split_sequences else None)
-                pieces = split_plan(*placed, topology, pieces=parallel.pieces, total=routes.total, **how)
+                pieces = split_plan(
+                    *placed,
+                    topology,
+                    pieces=parallel.pieces,
+                    striped=parallel.is_striped,
+                    total=routes.total,
+                )
             for part, part_plan in pieces:
                 visited = None
                 if crosses and part is not None:

@@ -6,7 +6,7 @@ travel once, to the ranks that train on them (`relibra_jax.execution.row_exchang
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -22,7 +22,8 @@ from relibra_jax.planning.transitions import count_transitions
 from relibra_jax.routing.sequence_packing import SequenceLayout, in_sequences
 
 
-class BatchRoutes(NamedTuple):
+@dataclass(frozen=True)
+class BatchRoutes:
     """The recorded routes of a batch, or those of the samples that this process has."""
 
     replay: RoutingReplay
@@ -53,7 +54,8 @@ class BatchRoutes(NamedTuple):
             return count_for_planner(self.replay, planner, topology, prices)
         samples = self.num_samples()
         load = sample_load(self.replay, num_experts=topology.num_experts)
-        load, lengths = self._of_batch((np.asarray(load), self.replay.mask.sum(1, dtype=np.int32)), samples)
+        own_lengths = np.asarray(self.replay.mask).sum(1, dtype=np.int32)
+        load, lengths = self._of_batch((np.asarray(load), own_lengths), samples)
         routes = transitions = None
         if any(may_be_positive(price.crossing) for price in prices):
             routes = self._sample_routes(lengths)
@@ -100,7 +102,7 @@ class BatchRoutes(NamedTuple):
         it."""
         sample, number = token_places(lengths, TOKENS)
         row = self._local(sample)
-        ids, mask = self.replay
+        ids, mask = map(np.asarray, self.replay)
         taken = np.zeros((len(sample), *ids.shape[2:]), ids.dtype)
         for mine in np.unique(row[row != EMPTY]):
             tokens = row == mine

@@ -42,7 +42,7 @@ class BatchSequences(NamedTuple):
     def to_ranks(self, samples: PyTree, own: Int[Array, " b"] | None = None) -> PyTree:
         """Put arrays ``[B, ...]`` on the ranks, as `relibra_jax.nnx.PreparedBatch.to_ranks` describes it."""
         rows = self.num_samples if own is None else len(own)
-        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self.sharding.mesh)
+        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh)
 
         def move(path: Any, leaf: Any) -> jax.Array:
             samples = np.asarray(leaf)
@@ -65,7 +65,7 @@ class BatchSequences(NamedTuple):
     def from_ranks(self, sequences: PyTree, own: Int[Array, " b"] | None = None) -> PyTree:
         """Bring arrays ``[M, sequences, ...]`` back, as `relibra_jax.nnx.PreparedBatch.from_ranks` describes it."""
         is_real = self.samples != EMPTY
-        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self.sharding.mesh)
+        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh)
 
         def move(path: Any, leaf: Any) -> np.ndarray:
             if np.shape(leaf)[: self.samples.ndim] != self.samples.shape:
@@ -92,13 +92,19 @@ class BatchSequences(NamedTuple):
         return SequencePacking(self._put(self.samples), self._put(self.positions))
 
     @property
+    def _mesh(self) -> Mesh:
+        mesh = self.sharding.mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    @property
     def _axes(self) -> tuple[str, ...]:
         """The mesh axes of the ranks."""
         return self.sharding.spec[1]
 
     def _exchange(self, rows: np.ndarray, places: Places, *, has_token_axis: bool) -> jax.Array:
         """Bring rows of samples, of which every process has its own, to the sequences of the ranks."""
-        mesh, axes = self.sharding.mesh, self._axes
+        mesh, axes = self._mesh, self._axes
         spread = put_rows(rows, places, mesh, axes)
         wanted = places.take(self.samples)
         if has_token_axis:
@@ -116,7 +122,7 @@ class BatchSequences(NamedTuple):
 
     def _bring_own(self, leaf: jax.Array, own: np.ndarray, places: Places) -> np.ndarray:
         """Bring this process the results of its own samples, of which `deal_rows` gives its ranks some each."""
-        mesh, axes, ranks = self.sharding.mesh, self._axes, self.sharding.mesh.devices.size
+        mesh, axes, ranks = self._mesh, self._axes, self._mesh.devices.size
         of_rank = self.samples.shape[1] // ranks
         # A rank's rows are its sequences, or their tokens, one micro-batch after another.
         on_device = jax.device_put(leaf, self.sharding.with_memory_kind("device"))
