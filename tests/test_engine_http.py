@@ -24,7 +24,9 @@ from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.policy import TINY
 from experiments.rl.run_folder import save_config, saved_config
+from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.models import LanguageModel
+from relibra_jax.planning.batch import count_batch
 
 ENDS = (7,)
 SAMPLES = 12
@@ -432,14 +434,21 @@ def test_a_server_that_cannot_load_weights_stops_the_run(engine, servers, monkey
 def test_a_watch_sees_responses_as_they_end(engine):
     seen = []
 
-    def look(ended, so_far):
-        responses = so_far()
-        assert (responses.mask.any(1) == ended).all()
-        seen.append(int(ended.sum()))
+    def look(ended, counts):
+        seen.append((ended, counts()))
         return len(seen) < 3
 
-    check(generate(engine(at_once=2), Watch(16, look)))
-    assert seen == [1, 2, 3], "it is not called again after it returned False"
+    generation = generate(engine(at_once=2), Watch(16, look))
+    check(generation)
+    assert [ended.sum() for ended, _ in seen] == [1, 2, 3], "it is not called again after it returned False"
+    for ended, counts in seen:
+        responses = generation.responses
+        replay = RoutingReplay(responses.expert_ids, responses.mask & ended[:, None])
+        topology = Topology(
+            num_nodes=1, ranks_per_node=1, num_experts=counts.sample_load.shape[2], replica_slots=0
+        )
+        expected = count_batch(replay, topology)
+        jax.tree.map(np.testing.assert_array_equal, counts, expected)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from support.runs import HASTY, SMALL
 
 from experiments.rl.configs import Train
 from experiments.rl.plan_ahead import PlanAhead
+from experiments.rl.rollout import make_engine
 from experiments.rl.step_clock import StepClock
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.replay import sample_load
@@ -53,7 +54,8 @@ def test_plan_ahead_changes_no_response_and_is_deterministic(stepped):
 def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_samples, monkeypatch):
     (trainer, *_), _ = stepped
     config = dataclasses.replace(trainer.config, wave_samples=wave_samples)
-    monkeypatch.setattr(trainer.sampler, "config", config)
+    monkeypatch.setattr(trainer.sampler, "engine", make_engine(config, trainer.state))
+    trainer.sampler.sync()
     calls = []
     monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: calls.append(counts))
     with ThreadPoolExecutor(1) as beside:

@@ -10,7 +10,6 @@ from support.runs import SMALL
 
 from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
-from experiments.rl.plan_ahead import count_ended
 from experiments.rl.policy import TINY
 from experiments.rl.waves import check_wave, generate_in_waves
 from relibra_jax.contract.replay import sample_load
@@ -55,10 +54,8 @@ def in_waves():
     """Sample in two waves, of which the second is not full; return the responses and what a watch saw."""
     looks = []
 
-    def look(ended, so_far):
-        responses = so_far()
-        counts = count_ended(responses, ended, num_experts=CONFIG.num_experts)
-        looks.append((ended, *jax.device_get((responses, counts))))
+    def look(ended, counts):
+        looks.append((ended, counts()))
         return True
 
     return sample(wave_samples=WAVE, watch=Watch(2, look)), looks
@@ -81,25 +78,27 @@ def test_waves_return_what_one_wave_returns(in_waves):
 @pytest.mark.slow
 def test_watch_over_waves_sees_the_whole_batch(in_waves):
     actual, looks = in_waves
-    sampled = actual.response_mask.sum(1)
     # In each wave after two and four tokens, unless all have ended, and between the waves.
     assert 3 <= len(looks) <= 5
-    waves = np.array([seen.mask[WAVE:].any() for _, seen, _ in looks])
+    waves = np.array([ended[WAVE:].any() for ended, _ in looks])
     assert waves.any()
     assert not waves.all()
     complete = 0
-    for ended, seen, (load, tokens) in looks:
+    for ended, (load, tokens, routes, *_) in looks:
         assert ended.sum() >= complete
         complete = ended.sum()
         # Samples of the second wave begin when those of the first are complete, whether they have ended or not.
-        assert ended[:WAVE].all() or not seen.mask[WAVE:].any()
-        for leaf, final in ((seen.tokens, actual.tokens), (seen.expert_ids, actual.expert_ids)):
-            np.testing.assert_array_equal(leaf[seen.mask], final[seen.mask])
-        np.testing.assert_array_equal(seen.response_mask[ended].sum(1), sampled[ended])
-        assert (seen.response_mask[~ended].sum(1) <= sampled[~ended]).all()
+        assert ended[:WAVE].all() or not ended[WAVE:].any()
         replay = RoutingReplay(actual.expert_ids, actual.mask & ended[:, None])
         np.testing.assert_array_equal(load, sample_load(replay, num_experts=CONFIG.num_experts))
         np.testing.assert_array_equal(tokens, np.where(ended, actual.mask.sum(1), 0))
+        # Each sample has its share of the sampled routes, and they are its own.
+        shares = np.bincount(routes.sample, minlength=SAMPLES) / len(routes.sample)
+        np.testing.assert_allclose(shares, tokens / tokens.sum(), atol=2e-4)
+        for sample in np.unique(routes.sample):
+            of_sample = np.unique(routes.expert_ids[routes.sample == sample], axis=0)
+            whole = actual.expert_ids[sample][actual.mask[sample]]
+            np.testing.assert_array_equal(of_sample, np.unique(whole, axis=0))
     assert not actual.ended[:WAVE].all(), "some responses of the first wave reached the maximum length"
 
 

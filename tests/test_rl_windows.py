@@ -65,7 +65,7 @@ def stepped(smallest_policy, tmp_path_factory):
                 with ocp.CheckpointManager(folder) as manager:
                     trainer.state.save(manager)
             metrics = trainer.learn()
-            seen.append((*generated[-1], trainer.state.carried, trainer.replay, metrics))
+            seen.append((*generated[-1], trainer.state.carried, trainer.responses.replay, metrics))
         yield trainer, folder, seen
 
 

@@ -28,9 +28,12 @@ from experiments.engines.servers import Server, ServerDown, Servers
 from experiments.engines.settings import EngineRequests
 from experiments.engines.weights import WeightFolders
 from experiments.rl.generation import Responses, Watch
-from relibra_jax.contract.replay import id_dtype
-from relibra_jax.contract.types import Array
+from relibra_jax import Batch
+from relibra_jax.contract.planner import Routes
+from relibra_jax.contract.replay import count_copies, id_dtype
+from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.models import LanguageModel, ModelConfig
+from relibra_jax.planning.routes import TOKENS, token_places
 
 MOST_DROPPED: Final = 0.5
 """The share of samples without a good answer above which a batch is of no use."""
@@ -235,8 +238,26 @@ class _Batch:
         self._answers[sample] = read_answer(answer, prompt, self._sampling, self._config, self._tag)
         if self._watch is not None:
             ended = np.array([answer is not None for answer in self._answers])
-            if not ended.all() and not self._watch.look(ended, lambda: self._responses()):
+            if not ended.all() and not self._watch.look(ended, self._counts):
                 self._watch = None
+
+    def _counts(self) -> Batch:
+        """Count the samples that have an answer, with a sample of their routes, as `experiments.rl.counts` does."""
+        config = self._config
+        load = np.zeros((len(self._answers), config.moe_layers, config.num_experts), np.int32)
+        lengths = np.zeros(len(self._answers), np.int32)
+        for number, answer in enumerate(self._answers):
+            if answer is not None:
+                load[number] = count_copies(answer.expert_ids, num_experts=config.num_experts)
+                lengths[number] = len(answer.expert_ids)
+        sample, token = token_places(lengths, TOKENS)
+        routes = np.zeros((TOKENS, config.moe_layers, config.top_k), id_dtype(config.num_experts))
+        for number in np.unique(sample[sample != EMPTY]):
+            answer = self._answers[number]
+            assert answer is not None
+            routes[sample == number] = answer.expert_ids[token[sample == number]]
+        length = self._prompts.shape[1] + self._sampling.max_new_tokens
+        return Batch(load, lengths, Routes(routes, sample), sequence_length=float(length))
 
     def generation(self, version: int) -> Generation:
         """Return all responses."""

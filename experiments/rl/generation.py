@@ -29,8 +29,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer, Key
 
+from experiments.rl.counts import count_on_ranks
 from experiments.rl.processes import on_every_host
 from experiments.rl.tokens import BYTES
+from relibra_jax import Batch
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import Array, RoutingReplay, check_shape
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
@@ -55,11 +57,13 @@ class Responses(NamedTuple):
     temperature (at 1 if that is 0), as `relibra_jax.models.token_log_probs` recomputes it."""
     ended: Bool[Array, " B"]
     """True for responses that an end token ended, False for those that reached the maximum length."""
+    own: Int[np.ndarray, " b"] | None = None
+    """The numbers of the samples of which this process has the experts, ``[b, T, L, K]``. None for all samples."""
 
     @property
     def replay(self) -> RoutingReplay:
-        """The routing of all samples."""
-        return RoutingReplay(self.expert_ids, self.mask)
+        """The routing of the samples of which this process has the experts."""
+        return RoutingReplay(self.expert_ids, self.mask if self.own is None else self.mask[self.own])
 
 
 class DecodingState(NamedTuple):
@@ -85,11 +89,12 @@ class Watch(NamedTuple):
 
     every: int
     """The number of decoding steps between two calls."""
-    look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], bool]
-    """The callback ``look(ended, so_far) -> again``. `generate` calls it on the host of every process, until all
+    look: Callable[[Bool[np.ndarray, " B"], Callable[[], Batch]], bool]
+    """The callback ``look(ended, counts) -> again``. `generate` calls it on the host of every process, until all
     samples have ended or it returns False. ``ended`` is True for samples that have ended; in waves
-    (`experiments.rl.waves`) also for those that reached the maximum length in an earlier wave. ``so_far()`` returns the
-    responses as they are at this moment; call it only inside the callback."""
+    (`experiments.rl.waves`) also for those that reached the maximum length in an earlier wave. ``counts()`` counts the
+    samples that have ended, with a sample of their routes (`experiments.rl.counts`); call it only inside the callback,
+    and on every process."""
 
 
 def generate(
@@ -174,7 +179,11 @@ def generate(
         if ended[has_prompt].all():
             break
         so_far = functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel)
-        if not watch.look(ended, so_far):
+
+        def counts(ended=ended, so_far=so_far) -> Batch:
+            return count_on_ranks(so_far().replay, ended, parallel)
+
+        if not watch.look(ended, counts):
             break
     state = continue_decoding(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)

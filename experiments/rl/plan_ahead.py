@@ -8,26 +8,20 @@ at the first check at which enough responses have ended. This depends on the sam
 processes start the search at the same token, and a resumed run makes the same plans as one that was never stopped.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from experiments.rl.configs import Train
-from experiments.rl.generation import Responses, Watch
+from experiments.rl.generation import Watch
 from experiments.rl.planner_settings import TUNABLE
-from experiments.rl.processes import on_every_host
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from relibra_jax import Batch
-from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import Array, RoutingReplay
 
 
 class PlanAhead:
@@ -57,26 +51,15 @@ class PlanAhead:
         """Wait for the search, and return its duration in seconds. None if no search has started."""
         return None if self._search is None else self._search.result()
 
-    def _start_search(self, ended: Bool[np.ndarray, " B"], so_far: Callable[[], Responses]) -> bool:
+    def _start_search(self, ended: Bool[np.ndarray, " B"], counts: Callable[[], Batch]) -> bool:
         if ended.mean() < self._config.plan_ahead:
             return True
         with self._clock("count"):
-            counts = count_ended(so_far(), ended, num_experts=self._config.topology.num_experts)
-            load, lengths = on_every_host(counts, self._state.balancer.parallel.mesh)
-        self._search = self._executor.submit(self._plan, Batch(load, lengths), ended)
+            batch = counts()
+        self._search = self._executor.submit(self._plan, batch, ended)
         return False
 
     def _plan(self, batch: Batch, ended: np.ndarray) -> float:
         start = time.perf_counter()
         self._state.balancer.plan_ahead(batch, ended, **stage_options(self._config))
         return time.perf_counter() - start
-
-
-@functools.partial(jax.jit, static_argnames="num_experts")
-def count_ended(
-    responses: Responses, ended: Bool[Array, " B"], *, num_experts: int
-) -> tuple[Int[jax.Array, "B L E"], Int[jax.Array, " B"]]:
-    """Count every sample's token copies for each expert, and its tokens. Samples that have not ended count 0."""
-    replay = RoutingReplay(responses.expert_ids, responses.mask & jnp.asarray(ended)[:, None])
-    load, tokens = sample_load(replay, num_experts=num_experts), replay.mask.sum(1, dtype=jnp.int32)
-    return jnp.asarray(load), jnp.asarray(tokens)

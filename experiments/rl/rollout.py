@@ -24,6 +24,7 @@ from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
 from experiments.rl.generation import Responses, Watch
 from experiments.rl.processes import is_first
 from experiments.rl.prompts import Prompts
+from experiments.rl.responses import choose_samples, join_responses
 from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share_rewards, unscored
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
@@ -149,7 +150,7 @@ class Sampler:
         chosen = choose_prompts(differ, config.prompts)
         samples = (chosen[:, None] * per_prompt + np.arange(per_prompt)).reshape(-1)
         all_responses, all_rewards = zip(*rollouts, strict=True)
-        responses = jax.tree.map(lambda *leaves: np.concatenate(leaves)[samples], *all_responses)
+        responses = choose_samples(join_responses(all_responses), samples)
         reward = np.concatenate([rewards.reward for rewards in all_rewards])
         scored = np.concatenate([rewards.scored for rewards in all_rewards])
         penalty = overlong_penalty(responses.response_mask.sum(1), config.response_tokens, config.dapo)

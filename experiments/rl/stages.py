@@ -74,9 +74,14 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         The stages.
     """
     options = stage_options(config)
-    batches = state.balancer.prepare_stages(state.agent, state.optimizer, responses.replay, **options)
-    samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
-    stages = tuple(_on_ranks(batch, samples) for batch in batches)
+    own = responses.own
+    batches = state.balancer.prepare_stages(
+        state.agent, state.optimizer, responses.replay, own=own, **options
+    )
+    samples = TrainingBatch(responses.tokens, responses.mask)
+    stages = tuple(
+        _on_ranks(batch, samples, batch.to_ranks(responses.expert_ids, own=own)) for batch in batches
+    )
     updates = stages[-config.updates :]
     if config.routing == "recompute":
         return Stages((), updates)
@@ -113,9 +118,12 @@ def prepare_live(
     return _on_ranks(batch, samples)
 
 
-def _on_ranks(batch: PreparedBatch, samples: TrainingBatch) -> PreparedStage:
-    """Put samples on the ranks, with their packing."""
-    return PreparedStage(batch, batch.to_ranks(samples)._replace(packing=batch.packing))
+def _on_ranks(
+    batch: PreparedBatch, samples: TrainingBatch, expert_ids: jax.Array | None = None
+) -> PreparedStage:
+    """Put samples on the ranks, with their routes, which are there, and their packing."""
+    on_ranks = batch.to_ranks(samples)._replace(expert_ids=expert_ids, packing=batch.packing)
+    return PreparedStage(batch, on_ranks)
 
 
 def recompute_planned(
@@ -166,8 +174,9 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     on_host = TrainingBatch(responses.tokens, responses.mask)
     batch, samples = prepare_live(state, config, on_host, config.live_micro_batches)
     output = recompute(state.on_devices(), batch, samples, temperature=config.temperature, record=True)
-    log_probs, ids, values = batch.from_ranks((output.log_probs, output.expert_ids, output.values))
-    ids *= responses.mask[..., None, None]
+    log_probs, values = batch.from_ranks((output.log_probs, output.values))
+    ids = batch.from_ranks(output.expert_ids, own=responses.own)
+    ids *= responses.replay.mask[..., None, None]
     load = on_every_host(output.load, batch.parallel.mesh)
     # Experts are still at the homes of the previous batch.
     imbalance = unplanned_imbalance(load, get_homes(state.agent), topology=batch.parallel.topology)

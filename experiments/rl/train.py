@@ -24,11 +24,13 @@ from experiments.rl.process_group import ProcessGroup, join_processes
 from experiments.rl.processes import check_same, is_first, on_any, process_count, wait_for_all
 from experiments.rl.progress import progress_bar, status_text
 from experiments.rl.report import write_report
+from experiments.rl.responses import whole_routes
 from experiments.rl.run_folder import join_routing, plain_settings, run_folder, save_config, save_routing
 from experiments.rl.step_clock import profiled
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.planner import PlanRequest
+from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.models import save_pretrained
 from relibra_jax.models.hf_config import saved_dtype
 
@@ -220,8 +222,10 @@ def _train(
                 bar.console.print(f"step {step}: {trainer.summary}", highlight=False, soft_wrap=True)
                 described = True
             bar.update(task_id, completed=state.step, status=status_text(metrics))
-            if is_first() and step in recorded and trainer.replay is not None:
-                save_routing(folder, step, trainer.replay, num_experts=config.model_config.num_experts)
+            if step in recorded and trainer.responses is not None:
+                replay = RoutingReplay(whole_routes(trainer.responses), trainer.responses.mask)
+                if is_first():
+                    save_routing(folder, step, replay, num_experts=config.model_config.num_experts)
             if state.step % config.checkpoint_every == 0:
                 state.save(manager)
         if state.step == total and config.evaluation_batches:

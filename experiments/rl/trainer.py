@@ -48,7 +48,6 @@ from experiments.rl.step_metrics import (
 from experiments.rl.targets import add_targets, compute_targets, initialize_critic
 from experiments.rl.tasks import Task, find_task
 from experiments.rl.tokens import Tokenizer
-from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.execution import ExpertParallel, check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
@@ -88,8 +87,8 @@ class Trainer:
         self.mesh = expert_mesh(config.topology, devices=host_devices(config.num_ranks), **copies)
         self.state = State(config, seed, self.mesh)
         self.sampler = Sampler(config, seed, self.state, self.prompts)
-        self.replay: RoutingReplay | None = None
-        """The routing of the last responses. None before the first."""
+        self.responses: Responses | None = None
+        """The last responses, with the routing that was replayed. None before the first."""
         self.summary: str | None = None
         """The modelled time of the last batch, in five lines. None before the first, and without a price."""
 
@@ -238,7 +237,7 @@ class Trainer:
         clock.add("plan", batch.plan_seconds)
         clock.add("size", batch.size_seconds)
         clock.add("migrate", total.phases["prepare"] - batch.plan_seconds - batch.size_seconds)
-        self.replay = responses.replay
+        self.responses = responses
         return stages
 
     def update(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> StepMetrics:

@@ -7,7 +7,6 @@ key, so the size of waves changes responses only by rounding.
 Samples of the next wave do not take the places of samples that have ended: that is the work of a rollout engine.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, Key
 
+from experiments.rl.counts import count_on_ranks, join_counts
 from experiments.rl.generation import Responses, Watch, generate
-from experiments.rl.processes import on_every_host
+from experiments.rl.responses import choose_samples, join_responses, to_hosts
+from relibra_jax import Batch
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.models import LanguageModel
@@ -46,7 +47,7 @@ def generate_in_waves(
         options: the other options of `experiments.rl.generation.generate`.
 
     Returns:
-        The responses in the order of the prompts, on the host of every process.
+        The responses in the order of the prompts, on the hosts (`experiments.rl.responses`).
 
     Raises:
         ValueError: before anything is compiled, if a wave does not divide evenly over the ranks, or under the
@@ -56,7 +57,7 @@ def generate_in_waves(
     samples = len(prompts)
     if wave_samples is None or wave_samples >= samples:
         responses = generate(policy, prompts, lengths, keys, parallel=parallel, watch=watch, **options)
-        return on_every_host(responses, parallel.mesh)
+        return to_hosts(responses, parallel.mesh)
     check_wave(wave_samples, parallel.num_ranks)
     batch = _Batch(samples, watch, parallel)
     for first in range(0, samples, wave_samples):
@@ -94,6 +95,7 @@ class _Batch:
     def __init__(self, samples: int, watch: Watch | None, parallel: ExpertParallel):
         self._samples, self._watch, self._parallel = samples, watch, parallel
         self._waves: list[Responses] = []
+        self._counts: list[Batch] = []
 
     @property
     def wave_watch(self) -> Watch | None:
@@ -102,44 +104,34 @@ class _Batch:
 
     @property
     def responses(self) -> Responses:
-        """The responses of all finished waves, on the host."""
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: self._samples], *self._waves)
+        """The responses of all finished waves, on the hosts."""
+        return choose_samples(join_responses(self._waves), np.arange(self._samples))
 
     def add(self, wave: Responses) -> None:
-        """Copy a finished wave to the host, and call the watch unless it was the last one."""
-        self._waves.append(on_every_host(wave, self._parallel.mesh))
+        """Copy a finished wave to the hosts, and call the watch unless it was the last one."""
+        self._waves.append(to_hosts(wave, self._parallel.mesh))
         if self._watch is not None and sum(len(wave.ended) for wave in self._waves) < self._samples:
+            # Responses of finished waves are complete, also those that no end token has ended.
+            complete = self._waves[-1].mask.any(1)
+            self._counts.append(count_on_ranks(wave.replay, complete, self._parallel))
             self._look(np.zeros(0, bool), None)
 
-    def _look(self, ended: Bool[np.ndarray, " b"], so_far: Callable[[], Responses] | None) -> bool:
+    def _look(self, ended: Bool[np.ndarray, " b"], counts: Callable[[], Batch] | None) -> bool:
         """Call the watch over the batch.
 
         Args:
             ended: True for samples of the running wave that have ended.
-            so_far: the responses of the running wave. None between two waves.
+            counts: the counts of the running wave. None between two waves.
         """
         assert self._watch is not None
-        # Responses of finished waves are complete, also those that no end token has ended.
-        complete = [wave.mask.any(1) for wave in self._waves]
-        flags = _fill(np.concatenate([*complete, ended]), self._samples)
-        again = self._watch.look(flags, functools.partial(self._so_far, so_far))
+        flags = np.zeros(self._samples, bool)
+        known = np.concatenate([*(wave.mask.any(1) for wave in self._waves), ended])[: self._samples]
+        flags[: len(known)] = known
+
+        def count() -> Batch:
+            return join_counts([*self._counts, *([] if counts is None else [counts()])], self._samples)
+
+        again = self._watch.look(flags, count)
         if not again:
             self._watch = None
         return again
-
-    def _so_far(self, so_far: Callable[[], Responses] | None) -> Responses:
-        """Join the responses of finished waves and of the running one, with empty rows for later ones."""
-        running = [] if so_far is None else [on_every_host(so_far(), self._parallel.mesh)]
-        sharding = self._parallel.token_sharding
-
-        def join(*leaves: np.ndarray) -> jax.Array:
-            whole = _fill(np.concatenate(leaves), self._samples)
-            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-        return jax.tree.map(join, *self._waves, *running)
-
-
-def _fill(array: np.ndarray, samples: int) -> np.ndarray:
-    """Cut an array ``[b, ...]`` to ``samples`` rows, or fill it up with zeros."""
-    missing = max(samples - len(array), 0)
-    return np.concatenate([array[:samples], np.zeros((missing, *array.shape[1:]), array.dtype)])

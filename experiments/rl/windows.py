@@ -4,7 +4,8 @@ A rollout adds at most a window of tokens to every response. An unfinished respo
 its maximum length, is carried: it keeps its row of the batch, and the next rollout uses the prompt and the response so
 far as its prompt. The other rows get new prompts, so the batch stays full. Every token keeps the log-probability and
 the experts of the policy that sampled it. The next rollout runs the tokens again, under its own policy, to fill its
-cache of keys and values. It does not record the routing of that run.
+cache of keys and values. It does not record the routing of that run. With several processes, each has all carried
+responses with their routes.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.generation import Responses
+from experiments.rl.responses import whole_routes
 from relibra_jax.contract.types import EMPTY, Array
 
 
@@ -102,10 +104,11 @@ def join_windows(rows: Carried, window: Responses) -> Responses:
         True on the response tokens of all rollouts.
     """
     carried_tokens = rows.mask & ~rows.free[:, None]
+    own = slice(None) if window.own is None else window.own
     carried_response = carried_tokens & (np.arange(carried_tokens.shape[1]) >= rows.prompt_lengths[:, None])
     return window._replace(
         response_mask=window.response_mask | carried_response,
-        expert_ids=np.where(carried_tokens[..., None, None], rows.expert_ids, window.expert_ids),
+        expert_ids=np.where(carried_tokens[own][..., None, None], rows.expert_ids[own], window.expert_ids),
         log_probs=np.where(carried_response, rows.log_probs, window.log_probs),
     )
 
@@ -136,6 +139,6 @@ def carry_unfinished(
         prompt_lengths=keep(rows.prompt_lengths),
         lengths=keep(mask.sum(1, dtype=np.int32)),
         tokens=keep(np.where(mask, responses.tokens, 0)),
-        expert_ids=keep(responses.expert_ids),
+        expert_ids=keep(whole_routes(responses)),
         log_probs=keep(responses.log_probs),
     )
