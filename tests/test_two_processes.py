@@ -15,6 +15,7 @@ CHECKS = [
     "training_goes_on_where_it_stopped",
     "a_damaged_checkpoint_stops_both",
     "batches_are_prepared_and_trained_on",
+    "routes_stay_with_the_process_that_has_them",
     "checkpoints_are_read_in_part_and_saved_together",
     "a_checkpoint_that_one_cannot_write_or_read_stops_both",
 ]

@@ -108,6 +108,35 @@ def batches_are_prepared_and_trained_on():
     run.train(3, 4)
 
 
+def routes_stay_with_the_process_that_has_them():
+    """Each process has the routes of every second sample, and both prepare what they prepare from all of them."""
+    topology = dataclasses.replace(test_balancer.TOPOLOGY, ranks_per_node=4)
+    whole, part = test_balancer.Run(topology=topology), test_balancer.Run(topology=topology)
+    own = np.arange(NUMBER, test_balancer.SAMPLES, 2)[::-1]
+    for number in range(2):
+        x, replay = test_balancer.batches()[number]
+        losses = []
+        for run in (whole, part):
+            mine = run is part
+            rows = own if mine else np.arange(test_balancer.SAMPLES)
+            options = {"own": own} if mine else {}
+            routes = RoutingReplay(*(np.asarray(leaf)[rows] for leaf in replay))
+            batch = run.balancer.prepare(run.model, run.optimizer, routes, **options)
+            inputs = batch.to_ranks((x[rows], routes), **options)
+            losses.append(float(test_balancer.train_step(run.model, run.optimizer, batch, inputs)))
+            np.testing.assert_array_equal(batch.from_ranks(inputs[0], **options), x[rows])
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+    wrong = routes.expert_ids + np.uint8(100 * NUMBER)
+    message = ("rejected their part of the batch", "expert 1")[NUMBER]
+    with pytest.raises(ValueError, match=message):
+        part.balancer.prepare(part.model, part.optimizer, routes._replace(expert_ids=wrong), own=own)
+    with pytest.raises(ValueError, match="own: sample 0 of 10 is with 2 processes"):
+        rows = np.arange(5)
+        part.balancer.prepare(
+            part.model, part.optimizer, RoutingReplay(*(np.asarray(leaf)[:5] for leaf in replay)), own=rows
+        )
+
+
 def checkpoints_are_read_in_part_and_saved_together():
     """Each process reads only the experts of its node, and all tensors are restored."""
     folder, reads, read = test_pretrained.FOLDER / "glm4_moe", set(), TensorFiles.read
@@ -166,6 +195,7 @@ for check in (
     training_goes_on_where_it_stopped,
     a_damaged_checkpoint_stops_both,
     batches_are_prepared_and_trained_on,
+    routes_stay_with_the_process_that_has_them,
     checkpoints_are_read_in_part_and_saved_together,
     a_checkpoint_that_one_cannot_write_or_read_stops_both,
 ):

@@ -1,0 +1,78 @@
+"""Servers with a run of several processes: each process asks for its own samples, and keeps their routes.
+
+The tokens, masks and log-probabilities of all samples go to every process, as those that the run's own devices sample
+do. If one process cannot go on, all of them end.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from experiments.engines.protocol import EngineError, Generation
+from experiments.rl.processes import process_count
+from relibra_jax.execution.plan_agreement import add_up, processes_where
+
+
+def own_part(samples: int) -> Int[np.ndarray, " b"]:
+    """Return the numbers of the samples for which this process asks: an equal part, one after another's."""
+    return np.array_split(np.arange(samples), process_count())[jax.process_index()]
+
+
+def together[T](part: Callable[[], T]) -> T:
+    """Return what this process's part of some work returns. All processes call it.
+
+    Raises:
+        EngineError: on all processes, if the part of one raises it.
+    """
+    result, error = None, None
+    try:
+        result = part()
+    except EngineError as found:
+        error = found
+    failed = processes_where(error is not None)
+    if error is not None:
+        raise error
+    if failed.size:
+        raise EngineError(f"processes {failed.tolist()} of {process_count()} cannot go on; they say why")
+    assert result is not None
+    return result
+
+
+def share_generation(part: Callable[[], Generation], samples: int) -> Generation:
+    """Wait for this process's part of a generation, and return the generation of all processes. All call it.
+
+    Args:
+        part: a function that waits for the samples of `own_part`, and returns them.
+        samples: B, the number of samples of the batch.
+
+    Returns:
+        The generation, with the routes of this process's samples.
+
+    Raises:
+        EngineError: on all processes, if the part of one raises it.
+    """
+    if process_count() == 1:
+        return part()
+    generation, own = together(part), own_part(samples)
+    responses = generation.responses
+
+    def place(leaf: np.ndarray) -> np.ndarray:
+        whole = np.zeros((samples, *leaf.shape[1:]), leaf.dtype)
+        whole[own] = leaf
+        return whole
+
+    rest = responses._replace(expert_ids=responses.ended)._asdict()
+    rest.pop("own")
+    whole, version, dropped = add_up(
+        jax.tree.map(place, (rest, generation.version, generation.dropped))
+    )
+    retried, filled = add_up((np.int32(generation.retried), np.int32(generation.filled)))
+    return Generation(
+        type(responses)(**{**whole, "expert_ids": responses.expert_ids}, own=own),
+        version,
+        dropped,
+        int(retried),
+        int(filled),
+    )
