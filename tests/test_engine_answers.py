@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.engines.answers import BadAnswer, read_answer
+from experiments.engines.answers import BadAnswer
 from experiments.engines.protocol import Sampling
+from experiments.engines.sglang import read_answer
 from experiments.rl.policy import TINY
 
 PROMPT = 3

@@ -1,11 +1,12 @@
-"""An answer of a server in SGLang's format: what it must contain, and what is read from it.
+"""The answer of a server: what it must contain, whatever the interface of the server.
 
 Every answer is checked before it enters a batch. A wrong one raises `BadAnswer`; nothing is repaired but the route of
 the last token: engines never run it, because nothing is sampled from its output. Nothing that training computes depends
 on that route, so the token gets the one of the token before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,18 +41,57 @@ class Answer(NamedTuple):
     """1 if the last token has no route of its own, else 0."""
 
 
-def read_answer(
-    answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: str | None
+class Told(NamedTuple):
+    """What a server says in an answer, of which nothing is checked."""
+
+    tokens: Any
+    """The sampled tokens, a list of integers."""
+    log_probs: list[Any]
+    """The log-probability of each."""
+    logged: list[Any]
+    """The tokens that the log-probabilities are of."""
+    reason: Any
+    """Why the response ended: "stop", "length", or another word."""
+    routes: Any
+    """The experts of the tokens, a text. Empty or None if there are none."""
+    counts: Mapping[str, Any]
+    """``prompt_tokens`` and ``completion_tokens``, if the server tells them."""
+    versions: Sequence[Any]
+    """The names of the weights that have sampled it. Empty if the server does not tell them."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turn what an answer lacks, or has in another form, into `BadAnswer`."""
+    try:
+        yield
+    except KeyError as error:
+        raise BadAnswer(f"the answer lacks {error}") from None
+    except (TypeError, IndexError, AttributeError) as error:
+        raise BadAnswer(f"the answer has another form: {error}") from None
+
+
+def check_answer(
+    told: Told,
+    prompt: int,
+    sampling: Sampling,
+    config: ModelConfig,
+    version: str | None,
+    *,
+    layout: str,
+    recording: Mapping[str, Any],
 ) -> Answer:
-    """Read and check the answer to one request.
+    """Check what a server says in an answer.
 
     Args:
-        answer: the answer, as JSON was parsed.
+        told: what it says.
         prompt: P, the number of tokens of the prompt.
         sampling: how tokens should have been drawn.
         config: the sizes of the model.
         version: the name of the weights that should have sampled it. None for any. Servers that do not tell it are
             believed.
+        layout: the layout of the routes, a key of `relibra_jax.rollout.layouts.LAYOUTS`.
+        recording: what that layout reads them from: those of the first token and all after it.
 
     Returns:
         The response.
@@ -59,23 +99,14 @@ def read_answer(
     Raises:
         BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
     """
-    try:
-        meta, reason = answer["meta_info"], answer["meta_info"]["finish_reason"]["type"]
-        tokens = _integers(answer["output_ids"])
-        logged = _integers([entry[1] for entry in meta["output_token_logprobs"]])
-        log_probs = _numbers([entry[0] for entry in meta["output_token_logprobs"]])
-        routes = meta["routed_experts"]
-    except (KeyError, TypeError, IndexError) as error:
-        what = (
-            f"the answer lacks {error}"
-            if isinstance(error, KeyError)
-            else f"the answer has another form: {error}"
-        )
-        raise BadAnswer(what) from None
-    _check_version(meta, version)
+    tokens, logged = _integers(told.tokens), _integers(told.logged)
+    log_probs, reason = _numbers(told.log_probs), told.reason
+    for actual in told.versions:
+        if version not in (None, actual):
+            raise OtherWeights(f"sampled with weights of version {actual}, where {version} were sent")
     for name, expected in {"prompt_tokens": prompt, "completion_tokens": len(tokens)}.items():
-        if meta.get(name, expected) != expected:
-            raise BadAnswer(f"{name} is {meta[name]}, where there are {expected}")
+        if told.counts.get(name, expected) != expected:
+            raise BadAnswer(f"{name} is {told.counts[name]}, where there are {expected}")
     if reason not in ("stop", "length"):
         raise BadAnswer(f"the response ended by {reason!r}, not by an end token or its length")
     if not 1 <= len(tokens) <= sampling.max_new_tokens:
@@ -97,7 +128,9 @@ def read_answer(
     if not (np.isfinite(log_probs) & (log_probs <= 1e-3)).all():
         wrong = log_probs[~(np.isfinite(log_probs) & (log_probs <= 1e-3))][0]
         raise BadAnswer(f"a log-probability is {wrong}")
-    ids, filled = _read_routes(meta, routes, prompt + len(tokens), config)
+    if not isinstance(told.routes, str) or not told.routes:
+        raise BadAnswer("no routed_experts: does the server run with --enable-return-routed-experts?")
+    ids, filled = _read_routes(recording, layout, prompt + len(tokens), config)
     return Answer(tokens.astype(np.int32), np.minimum(log_probs, 0), ids, ended, filled)
 
 
@@ -116,23 +149,15 @@ def _numbers(values: list[Any]) -> np.ndarray:
     return np.array(finite, np.float32)
 
 
-def _check_version(meta: Mapping[str, Any], version: str | None) -> None:
-    actual = meta.get("weight_version")
-    if version is not None and actual not in (None, version):
-        raise OtherWeights(f"sampled with weights of version {actual}, where {version} were sent")
-
-
 def _read_routes(
-    meta: Mapping[str, Any], routes: Any, tokens: int, config: ModelConfig
+    recording: Mapping[str, Any], layout: str, tokens: int, config: ModelConfig
 ) -> tuple[np.ndarray, int]:
     """Return the experts of every token, and the number of tokens that have those of the token before."""
-    if not isinstance(routes, str) or not routes:
-        raise BadAnswer("no routed_experts: does the server run with --enable-return-routed-experts?")
 
     def read(count: int) -> np.ndarray:
         replay = replay_from_rollout(
-            [meta],
-            layout="sglang",
+            [recording],
+            layout=layout,
             mask=np.ones((1, count), bool),
             num_experts=config.num_experts,
             top_k=config.top_k,

@@ -1,4 +1,4 @@
-"""The engine behind HTTP: servers with SGLang's interface, which answer sample by sample.
+"""The engine behind HTTP: servers with SGLang's or vLLM's interface, which answer sample by sample.
 
 Each sample is a request of its own, so that servers can batch them as they like, and answers come as responses end. An
 answer is checked (`experiments.engines.answers`) before it enters the batch. Bad answers are asked for again. A sample
@@ -22,9 +22,10 @@ import jax
 import numpy as np
 from jaxtyping import Int, Key
 
-from experiments.engines.answers import Answer, BadAnswer, OtherWeights, read_answer
+from experiments.engines.answers import Answer, BadAnswer, OtherWeights
+from experiments.engines.dialect import Dialect, ServerDown
 from experiments.engines.protocol import EngineError, Generation, Sampling, Sent, seeds_of
-from experiments.engines.servers import Server, ServerDown, Servers
+from experiments.engines.servers import Server, Servers
 from experiments.engines.settings import EngineRequests
 from experiments.engines.weights import WeightFolders
 from experiments.rl.generation import Responses, Watch
@@ -37,8 +38,6 @@ from relibra_jax.planning.routes import TOKENS, token_places
 
 MOST_DROPPED: Final = 0.5
 """The share of samples without a good answer above which a batch is of no use."""
-FORBIDDEN: Final = -1e9
-"""The bias of the logits of tokens that may not be sampled: finite, because JSON has no infinity."""
 
 
 class HttpEngine:
@@ -142,15 +141,16 @@ class HttpEngine:
 
     async def _sample(self, servers: Servers, batch: "_Batch", sample: int, key: int) -> None:
         """Ask for one sample until there is a good answer, each time another server if there is one."""
-        request, failed = batch.request(sample), set[str]()
+        failed = set[str]()
         attempts, changed = 1 + self._settings.retries, 0
         for attempt in range(attempts):
             batch.retried += attempt > 0
             async with servers.borrow(failed) as server:
-                seed = key ^ changed
-                request["sampling_params"]["sampling_seed"] = seed if server.takes_keys else seed & 0x7FFFFFFF
+                dialect = server.dialect
+                assert dialect is not None, "servers are recognised before they are up"
+                request = batch.request(sample, dialect, key ^ changed)
                 try:
-                    batch.add(sample, await server.post("/generate", request))
+                    batch.add(sample, dialect, await server.post(dialect.path, request))
                     return
                 except (ServerDown, BadAnswer) as error:
                     failure: Exception = error
@@ -214,28 +214,15 @@ class _Batch:
         self.reason = ""
         """What was wrong with the last bad answer."""
 
-    def request(self, sample: int) -> dict[str, Any]:
-        """Return the request for a sample, in SGLang's format without a seed."""
-        sampling = self._sampling
-        return {
-            "input_ids": self._prompts[sample, : self._lengths[sample]].tolist(),
-            "return_logprob": True,
-            "return_routed_experts": True,
-            "sampling_params": {
-                "max_new_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "stop_token_ids": list(sampling.ends),
-                # Without it, some versions leave the end token out of the tokens.
-                "no_stop_trim": True,
-                "logit_bias": {str(token): FORBIDDEN for token in np.flatnonzero(~sampling.allowed)},
-            },
-        }
+    def request(self, sample: int, dialect: Dialect, seed: int) -> dict[str, Any]:
+        """Return the request for a sample."""
+        prompt = self._prompts[sample, : self._lengths[sample]].tolist()
+        return dialect.request(prompt, self._sampling, seed)
 
-    def add(self, sample: int, answer: Any) -> None:
+    def add(self, sample: int, dialect: Dialect, answer: Any) -> None:
         """Check an answer and keep it; raises `BadAnswer`. Then call the watch."""
         prompt = int(self._lengths[sample])
-        self._answers[sample] = read_answer(answer, prompt, self._sampling, self._config, self._tag)
+        self._answers[sample] = dialect.read(answer, prompt, self._sampling, self._config, self._tag)
         if self._watch is not None:
             ended = np.array([answer is not None for answer in self._answers])
             if not ended.all() and not self._watch.look(ended, self._counts):

@@ -14,8 +14,11 @@ from typing import Any, Final
 import anyio
 import httpx2
 
+from experiments.engines.dialect import Dialect, ServerDown
 from experiments.engines.protocol import EngineError
 from experiments.engines.settings import EngineRequests
+from experiments.engines.sglang import Sglang
+from experiments.engines.vllm import Vllm
 from relibra_jax.models import ModelConfig
 from relibra_jax.support.json_text import parse_json
 
@@ -23,12 +26,6 @@ PAUSE_SECONDS: Final = 1.0
 """The time between two questions whether a server is back, or has room."""
 QUICK_SECONDS: Final = 10.0
 """The time within which a server must accept a connection, and answer whether it is healthy."""
-SIZES: Final = ("num_experts", "top_k", "moe_layers", "vocabulary")
-"""The sizes of the model that servers of this project tell."""
-
-
-class ServerDown(Exception):
-    """A server that does not answer, or answers that it cannot."""
 
 
 class Server:
@@ -49,8 +46,8 @@ class Server:
         """Why it gets no requests. None while it answers."""
         self.version: str | None = None
         """The version of the weights that it has confirmed."""
-        self.takes_keys = False
-        """Whether the seed of a request is a random key of 64 bits; other servers get 31 bits of it."""
+        self.dialect: Dialect | None = None
+        """Its interface. None until it is recognised."""
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request, again while the server says that it is busy, and return the answer.
@@ -69,16 +66,33 @@ class Server:
             raise EngineError(f"{self.address}{path}: {response.status_code} {_one_line(response.text)}")
         return self._json(path, response)
 
-    async def ask(self, path: str) -> Any:
+    async def ask(self, path: str, *, optional: bool = False) -> Any:
         """Return what the server tells about itself, or None if it is no JSON.
+
+        Args:
+            path: the path to ask.
+            optional: whether a server without that path is answered by None, and is not down.
 
         Raises:
             ServerDown: if it does not answer at once.
         """
         response = await self._send("GET", path, QUICK_SECONDS)
-        if not response.text:
+        if not response.text or (optional and response.status_code == 404):
             return None
         return self._json(path, response)
+
+    async def recognise(self) -> None:
+        """Find out which interface the server has.
+
+        Raises:
+            ServerDown: if it does not answer, or has no interface that is known.
+        """
+        if isinstance(await self.ask("/get_model_info", optional=True), Mapping):
+            self.dialect = Sglang(self)
+        elif isinstance(await self.ask("/version", optional=True), Mapping):
+            self.dialect = Vllm(self)
+        else:
+            raise ServerDown("neither /get_model_info (SGLang) nor /version (vLLM) tells about it")
 
     async def load(self, folder: str, version: str) -> None:
         """Let the server load a folder of weights, unless it says that it has them.
@@ -87,33 +101,20 @@ class Server:
             ServerDown: if it does not answer.
             EngineError: if it cannot load them.
         """
-        info = await self.ask("/get_model_info")
-        if not (isinstance(info, Mapping) and info.get("weight_version") == version):
-            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
-            answer = await self.post("/update_weights_from_disk", body)
-            if not (isinstance(answer, Mapping) and answer.get("success") is True):
-                message = answer.get("message", answer) if isinstance(answer, Mapping) else answer
-                raise EngineError(f"{self.address}: it does not load {folder}: {_one_line(str(message))}")
+        assert self.dialect is not None, "recognise comes first"
+        await self.dialect.load(folder, version)
         self.version = version
 
     async def describe(self, config: ModelConfig) -> None:
-        """Ask the server which seeds it takes and which weights it has.
+        """Ask the server what it is and which weights it has.
 
         Raises:
             ServerDown: if it does not answer, or says that it has other weights than it has confirmed.
-            EngineError: if it says that it has another model.
+            EngineError: if it says that it has another model, or that it cannot do what a run needs.
         """
-        info = await self.ask("/get_model_info")
-        if not isinstance(info, Mapping):
-            return
-        self.takes_keys = info.get("takes_keys") is True
-        for name in SIZES:
-            if name in info and info[name] != getattr(config, name):
-                raise EngineError(
-                    f"{self.address}: another model, with {name}={info[name]}, not {getattr(config, name)}"
-                )
-        actual = info.get("weight_version", self.version)
-        if self.version is not None and actual != self.version:
+        assert self.dialect is not None, "recognise comes first"
+        actual = await self.dialect.describe(config)
+        if self.version is not None and actual not in (None, self.version):
             raise ServerDown(f"it has weights of version {actual}, not {self.version}")
 
     async def _send(self, method: str, path: str, seconds: float, **content: Any) -> httpx2.Response:
@@ -221,6 +222,8 @@ class Servers:
         try:
             if server.down is not None:
                 await server.ask("/health")
+            if server.down is not None or server.dialect is None:
+                await server.recognise()
             has_weights = server.down is None and server.version == self._version
             if self._folder is not None and self._version is not None and not has_weights:
                 await server.load(self._folder, self._version)

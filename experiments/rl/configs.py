@@ -153,8 +153,9 @@ class Train:
     """Whether the ranks of a node share its packed samples evenly, so that no rank waits for a long sample.
     Attention then gathers keys and values inside the node. Needs ``pack_sequences``."""
     engine: tuple[str, ...] = ()
-    """The addresses of servers that sample the responses, such as http://host:30000, with SGLang's interface.
-    They get the weights of every update, and need a ``model``. With none, the run samples on its own devices."""
+    """The addresses of servers that sample the responses, such as http://host:30000, with SGLang's or vLLM's
+    interface. They get the weights of every update, and need a ``model``. With none, the run samples on its own
+    devices."""
     staleness: int = 0
     """The number of updates between the weights that sample a batch and those that learn from it: 0 or 1.
     With 1, servers sample the next batch while the run learns. Planning ahead then has nothing to watch."""
