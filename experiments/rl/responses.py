@@ -15,7 +15,7 @@ from jaxtyping import Int, Shaped
 
 from experiments.rl.generation import Responses
 from experiments.rl.processes import on_every_host, process_count
-from relibra_jax.contract.types import Array
+from relibra_jax.contract.types import EMPTY, Array
 from relibra_jax.execution.plan_agreement import add_up
 
 CHUNK_BYTES: Final = 1 << 26
@@ -48,27 +48,26 @@ def to_hosts(responses: Responses, mesh: Mesh) -> Responses:
 
 def join_responses(parts: Sequence[Responses]) -> Responses:
     """Join successive parts of a batch."""
-    own, first = None, np.cumsum([0, *(len(part.tokens) for part in parts)])
-    if parts[0].own is not None:
-        pairs = zip(parts, first[:-1], strict=True)
-        own = np.concatenate([part.own + start for part, start in pairs if part.own is not None])
-    leaves = zip(*(part._replace(own=None) for part in parts), strict=True)
-    return Responses(*(None if each[0] is None else np.concatenate(each) for each in leaves))._replace(
-        own=own
+    first = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    owns = [part.own + start for part, start in zip(parts, first, strict=False) if part.own is not None]
+    joined = jax.tree.map(
+        lambda *leaves: np.concatenate(leaves), *(part._replace(own=None) for part in parts)
     )
+    return joined._replace(own=np.concatenate(owns) if owns else None)
 
 
 def choose_samples(responses: Responses, samples: Int[Array, " b"]) -> Responses:
     """Return some samples, in this order."""
     own, rows = responses.own, np.asarray(samples)
     if own is not None:
-        row = np.full(len(responses.tokens), -1)
+        row = np.full(len(responses.tokens), EMPTY)
         row[own] = np.arange(len(own))
-        own, rows = np.flatnonzero(row[samples] >= 0), row[samples][row[samples] >= 0]
-    chosen = [
-        None if leaf is None else leaf[samples] for leaf in responses._replace(expert_ids=None, own=None)
-    ]
-    return Responses(*chosen)._replace(expert_ids=responses.expert_ids[rows], own=own)
+        own, rows = np.flatnonzero(row[samples] != EMPTY), row[samples][row[samples] != EMPTY]
+    ids = responses.expert_ids[rows]
+    chosen = jax.tree.map(
+        lambda leaf: leaf[samples], responses._replace(expert_ids=responses.ended, own=None)
+    )
+    return chosen._replace(expert_ids=ids, own=own)
 
 
 def whole_routes(responses: Responses) -> Shaped[np.ndarray, "B T L K"]:

@@ -112,7 +112,7 @@ class _Batch:
         self._waves.append(to_hosts(wave, self._parallel.mesh))
         if self._watch is not None and sum(len(wave.ended) for wave in self._waves) < self._samples:
             # Responses of finished waves are complete, also those that no end token has ended.
-            complete = self._waves[-1].mask.any(1)
+            complete = np.asarray(self._waves[-1].mask).any(1)
             self._counts.append(count_on_ranks(wave.replay, complete, self._parallel))
             self._look(np.zeros(0, bool), None)
 
