@@ -19,7 +19,7 @@ from experiments.engines.http import HttpEngine
 from experiments.engines.protocol import EngineError, Sampling, Sent, seeds_of
 from experiments.engines.settings import EngineRequests
 from experiments.engines.weights import remove_left
-from experiments.examples.tiny_checkpoint import ONE_RANK, make_checkpoint
+from experiments.examples.tiny_checkpoint import make_checkpoint
 from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.policy import TINY
@@ -33,6 +33,7 @@ SAMPLES = 12
 PROMPTS = np.arange(1, 4)[None] + np.arange(SAMPLES)[:, None]
 LENGTHS = np.full(SAMPLES, 3)
 KEYS = jax.random.split(jax.random.key(0), SAMPLES)
+ONE_RANK = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
 POLICY = nnx.eval_shape(lambda: LanguageModel(TINY, ONE_RANK, rngs=nnx.Rngs(0)))
 """A policy without arrays: what these tests send is a folder's name."""
 SAMPLING = Sampling(4, 1.0, 0.9, ENDS, 0, np.arange(TINY.vocabulary) != 9)

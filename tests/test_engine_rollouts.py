@@ -59,7 +59,7 @@ class FakeEngine:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "TINY", dataclasses.replace(TINY, **SMALLEST))
+        patch.setattr(tiny_checkpoint, "POLICIES", {"tiny": dataclasses.replace(TINY, **SMALLEST)})
         return tiny_checkpoint.make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", head_width=8)
 
 

@@ -33,7 +33,7 @@ SAMPLES, ADDRESS = 16, "http://server:1"
 def folder(tmp_path_factory):
     """Return a checkpoint of a tiny model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "TINY", dataclasses.replace(TINY, **SMALLEST))
+        patch.setattr(tiny_checkpoint, "POLICIES", {"tiny": dataclasses.replace(TINY, **SMALLEST)})
         folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
         return tiny_checkpoint.make_checkpoint(folder, "qwen3_moe", head_width=8)
 

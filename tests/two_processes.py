@@ -130,11 +130,9 @@ def routes_stay_with_the_process_that_has_them():
     message = ("rejected their part of the batch", "expert 1")[NUMBER]
     with pytest.raises(ValueError, match=message):
         part.balancer.prepare(part.model, part.optimizer, routes._replace(expert_ids=wrong), own=own)
+    first = RoutingReplay(*(np.asarray(leaf)[:5] for leaf in replay))
     with pytest.raises(ValueError, match="own: sample 0 of 10 is with 2 processes"):
-        rows = np.arange(5)
-        part.balancer.prepare(
-            part.model, part.optimizer, RoutingReplay(*(np.asarray(leaf)[:5] for leaf in replay)), own=rows
-        )
+        part.balancer.prepare(part.model, part.optimizer, first, own=np.arange(5))
 
 
 def checkpoints_are_read_in_part_and_saved_together():

@@ -17,7 +17,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tyro.conf import Positional
 
-from experiments.rl.policy import TINY
+from experiments.rl.policy import POLICIES
 from relibra_jax import Topology
 from relibra_jax.models import make_model, save_pretrained
 from relibra_jax.models.hf_architectures import ARCHITECTURES
@@ -33,7 +33,6 @@ CHAT = (
 TEXT = [
     f"State the final answer to {a} + {b} - {a} = in words or letters" for a in range(100) for b in range(10)
 ]
-ONE_RANK = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -50,7 +49,11 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_checkpoint(
-    folder: Positional[Path], architecture: str = "qwen3_moe", seed: int = 0, head_width: int = 16
+    folder: Positional[Path],
+    architecture: str = "qwen3_moe",
+    seed: int = 0,
+    head_width: int = 16,
+    policy: str = "tiny",
 ) -> Path:
     """Write a tiny checkpoint with random weights, a tokenizer and a chat template.
 
@@ -59,24 +62,30 @@ def make_checkpoint(
         architecture: the architecture of the model: qwen3_moe, glm4_moe, olmoe or mixtral.
         seed: the seed of the weights.
         head_width: the width of a head. Some engines have attention for widths of 64 or 128 alone.
+        policy: the policy that has the other sizes, as ``--policy`` of a run names it.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if the folder exists already, or the architecture is unknown.
+        ValueError: if the folder exists already, or the architecture or policy is unknown.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} must be one of {', '.join(ARCHITECTURES)}")
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} must be one of {', '.join(POLICIES)}")
     tokenizer = make_tokenizer()
-    sizes = dataclasses.replace(TINY, vocabulary=tokenizer.get_vocab_size(), head_width=head_width)
+    sizes = dataclasses.replace(
+        POLICIES[policy], vocabulary=tokenizer.get_vocab_size(), head_width=head_width
+    )
     fields = {**config_fields(sizes), "model_type": architecture}
     if architecture == "glm4_moe":
-        fields |= {"n_routed_experts": 16, "intermediate_size": 96, "attention_bias": True}
+        fields |= {"n_routed_experts": sizes.num_experts, "intermediate_size": 96, "attention_bias": True}
     elif architecture == "mixtral":
-        fields |= {"num_local_experts": 16}
-    mesh = expert_mesh(ONE_RANK, devices=jax.devices()[:1])
-    model = make_model(model_config(fields), ONE_RANK, mesh=mesh, key=jax.random.key(seed))
+        fields |= {"num_local_experts": sizes.num_experts}
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=sizes.num_experts, replica_slots=0)
+    mesh = expert_mesh(topology, devices=jax.devices()[:1])
+    model = make_model(model_config(fields), topology, mesh=mesh, key=jax.random.key(seed))
     save_pretrained(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
