@@ -28,7 +28,9 @@ from experiments.engines.protocol import EngineError, Generation, Sampling, Sent
 from experiments.engines.servers import Server, Servers
 from experiments.engines.settings import EngineRequests
 from experiments.engines.weights import WeightFolders
+from experiments.engines.sharing import together
 from experiments.rl.generation import Responses, Watch
+from experiments.rl.processes import is_first
 from relibra_jax import Batch
 from relibra_jax.contract.planner import Routes
 from relibra_jax.contract.replay import count_copies, id_dtype
@@ -71,6 +73,8 @@ class HttpEngine:
     def sync(self, policy: LanguageModel, version: int) -> Sent:
         """Write the weights to a folder, and let all servers load it. One that is down does so when it is back.
 
+        All processes of a run call it. The first one writes, and speaks to the servers.
+
         Raises:
             EngineError: if the weights cannot be written, a server cannot load them, or no server answers.
         """
@@ -78,9 +82,9 @@ class HttpEngine:
             return Sent()
         start, written = time.perf_counter(), 0
         if self._sends:
-            written = self._folders.write(policy, version)
+            written = together(lambda: self._folders.write(policy, version))
             self._version = None
-            _run(self._load_all)
+            together(lambda: _run(self._load_all) if is_first() else None)
             self._folders.forget_others()
         self._version = version
         return Sent(written, time.perf_counter() - start if self._sends else 0.0)

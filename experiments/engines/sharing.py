@@ -26,9 +26,9 @@ def together[T](part: Callable[[], T]) -> T:
     Raises:
         EngineError: on all processes, if the part of one raises it.
     """
-    result, error = None, None
+    results, error = list[T](), None
     try:
-        result = part()
+        results.append(part())
     except EngineError as found:
         error = found
     failed = processes_where(error is not None)
@@ -36,8 +36,7 @@ def together[T](part: Callable[[], T]) -> T:
         raise error
     if failed.size:
         raise EngineError(f"processes {failed.tolist()} of {process_count()} cannot go on; they say why")
-    assert result is not None
-    return result
+    return results[0]
 
 
 def share_generation(part: Callable[[], Generation], samples: int) -> Generation:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments.engines.protocol import EngineError
+from experiments.rl.processes import is_first, text_from_first
 from relibra_jax.models import LanguageModel, save_pretrained
 from relibra_jax.models.hf_config import saved_dtype
 
@@ -32,7 +33,7 @@ class WeightFolders:
     def __init__(self, source: Path, place: Path | None):
         self._source, self._shared = source, place is not None
         # Two runs with the same servers or place must not take each other's weights for their own.
-        self._run = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._run = text_from_first(f"{os.getpid()}-{secrets.token_hex(4)}")
         memory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._folder = (place or memory).absolute() / f"{PREFIX}{self._run}"
         self.current: Path | None = None
@@ -41,7 +42,7 @@ class WeightFolders:
         """The name of the newest version, which no other run has. None before the first."""
 
     def write(self, policy: LanguageModel, version: int) -> int:
-        """Write the weights of a version; return the number of bytes.
+        """Write the weights of a version; return the number of bytes. All processes of a run call it; the first writes.
 
         The experts are in logical order. No device holds the model whole, and the host at most one file of it.
 
@@ -50,28 +51,29 @@ class WeightFolders:
         """
         folder = self._folder / f"version-{version}"
         try:
-            if not self._shared:
-                remove_left(self._folder.parent)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            if is_first():
+                if not self._shared:
+                    remove_left(self._folder.parent)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
             save_pretrained(policy, folder, source=self._source, dtype=saved_dtype(self._source))
-        except OSError as error:
-            raise EngineError(
-                f"{folder}: {error.strerror or error}; --requests.weights names another place"
-            ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise EngineError(f"{folder}: {reason}; --requests.weights names another place") from None
         self.current, self.tag = folder, f"{self._run}-{version}"
-        return sum(path.stat().st_size for path in folder.iterdir())
+        return sum(path.stat().st_size for path in folder.iterdir()) if is_first() else 0
 
     def forget_others(self) -> None:
         """Remove all versions but the newest."""
         for folder in self._folder.glob("version-*"):
-            if folder != self.current:
+            if folder != self.current and is_first():
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove what `write` has written."""
         self.current = self.tag = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if is_first():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def remove_left(place: Path) -> None:

@@ -18,6 +18,7 @@ from jaxtyping import Bool
 from experiments.rl.configs import Train
 from experiments.rl.generation import Watch
 from experiments.rl.planner_settings import TUNABLE
+from experiments.rl.processes import process_count
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
@@ -42,8 +43,10 @@ class PlanAhead:
     def watch(self) -> Watch | None:
         """The watch to pass to `experiments.rl.generation.generate`. None if the run does not plan ahead."""
         config = self._config
-        # DAPO may still replace the prompts, so the batch is not known yet.
-        if config.planner not in TUNABLE or config.plan_ahead == 1 or config.algorithm_entry.dynamic_sampling:
+        # DAPO may still replace the prompts, so the batch is not known yet. With servers, responses end at other moments
+        # in each process, and all must search from the same counts.
+        unknown = config.algorithm_entry.dynamic_sampling or (config.engine and process_count() > 1)
+        if config.planner not in TUNABLE or config.plan_ahead == 1 or unknown:
             return None
         return Watch(config.watch_every, self._start_search)
 

@@ -257,10 +257,6 @@ def _check_planner(config: Train) -> None:
 def _check_processes(config: Train) -> None:
     """Check that ranks fit the processes, and that all processes have the same settings."""
     processes, local = process_count(), config.topology.ranks_per_node
-    if config.engine and processes > 1:
-        raise ValueError(
-            f"engine={' '.join(config.engine)} is for runs of one process, and there are {processes}"
-        )
     nodes = config.num_ranks // local
     if nodes % processes and processes % nodes:
         raise ValueError(
