@@ -1,12 +1,14 @@
 """``python -m experiments.serve --model FOLDER``: sample responses for runs in other processes.
 
 The server has the part of SGLang's interface that runs need (`experiments.engines.server`), in front of the sampler
-that runs use themselves. A run with ``--engine http://HOST:PORT`` gets its responses there. Ctrl-C ends the server.
+that runs use themselves. A run with ``--engine http://HOST:PORT`` gets its responses there. Ctrl-C or SIGTERM ends the
+server: it does not finish its requests, which the run then gives to other servers.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from rich.console import Console
@@ -51,6 +53,18 @@ class Serve:
         check_wave(self.samples, self.nodes * self.ranks_per_node)
 
 
+class _HttpServer(uvicorn.Server):
+    """A server that lets a worker end its requests when a signal ends it."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._worker.end()
+        super().handle_exit(sig, frame)
+
+
 def main(config: Serve) -> None:
     """Load the model, and serve until the process is ended.
 
@@ -70,7 +84,8 @@ def main(config: Serve) -> None:
     )
     address = f"http://{config.host}:{config.port}"
     Console().print(f"{config.model.name}: {address}", highlight=False, soft_wrap=True)
-    uvicorn.run(make_app(worker), host=config.host, port=config.port, log_level="warning")
+    settings = uvicorn.Config(make_app(worker), host=config.host, port=config.port, log_level="warning")
+    _HttpServer(settings, worker).run()
     worker.close()
 
 

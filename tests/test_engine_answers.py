@@ -10,7 +10,7 @@ import pytest
 
 from experiments.engines.answers import BadAnswer
 from experiments.engines.protocol import Sampling
-from experiments.engines.sglang import read_answer
+from experiments.engines.sglang import is_partial, read_answer
 from experiments.rl.policy import TINY
 
 PROMPT = 3
@@ -65,6 +65,26 @@ def test_the_last_token_gets_the_route_of_the_one_before():
     read_one = read(answer)
     assert read_one.filled == 1
     np.testing.assert_array_equal(read_one.expert_ids, routes(6)[[0, 1, 2, 3, 4, 4]])
+
+
+def test_a_partial_answer_counts_only_after_an_interrupt():
+    answer = good()
+    answer["output_ids"] = [5, 6]
+    answer["meta_info"] |= {
+        "finish_reason": {"type": "abort", "message": "Aborted"},
+        "completion_tokens": 2,
+        "output_token_logprobs": [[-0.5, 5, None], [-0.5, 6, None]],
+        "routed_experts": encode(routes(4)),
+    }
+    assert is_partial(answer)
+    with pytest.raises(BadAnswer, match="the response ended by 'abort'"):
+        read(answer)
+    part = read_answer(answer, PROMPT, sampling(), TINY, version="run-4", partial=True)
+    assert (part.tokens.tolist(), part.ended, part.filled) == ([5, 6], False, 1)
+    # All else of it is checked.
+    answer["meta_info"]["output_token_logprobs"].pop()
+    with pytest.raises(BadAnswer, match="1 log-probabilities are not those of the 2 tokens"):
+        read_answer(answer, PROMPT, sampling(), TINY, version="run-4", partial=True)
 
 
 def test_a_response_of_the_largest_length_has_not_ended():

@@ -198,6 +198,27 @@ def test_watch_gets_ended_responses_and_changes_none():
 
 
 @pytest.mark.slow
+def test_stop_ends_responses_where_they_are_and_changes_none(monkeypatch):
+    monkeypatch.setattr("experiments.rl.generation.STOP_EVERY", 2)
+    asked = []
+
+    def stop(step):
+        asked.append(step)
+        return step == 4
+
+    whole, stopped = drawn(), sample(temperature=1.5, top_p=0.9, stop=stop)
+    assert asked == [0, 2, 4]
+    first = np.arange(LONGEST + ROOM) < LENGTHS[:, None] + 4
+    np.testing.assert_array_equal(stopped.mask, whole.mask & first)
+    for name in ("tokens", "expert_ids", "log_probs"):
+        actual, expected = getattr(stopped, name), getattr(whole, name)
+        np.testing.assert_array_equal(actual[stopped.mask], expected[stopped.mask], err_msg=name)
+    np.testing.assert_array_equal(stopped.ended, whole.ended & (whole.response_mask.sum(1) <= 4))
+    for leaf, other in zip(sample(temperature=1.5, top_p=0.9, stop=lambda _: False), whole, strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.mark.slow
 def test_prompt_of_several_responses_runs_once_in_chunks_with_the_same_results():
     first = np.arange(SAMPLES) // 2 * 2
     prompts, lengths = PROMPTS[first], LENGTHS[first]

@@ -26,7 +26,7 @@ class OtherWeights(BadAnswer):
 
 
 class Answer(NamedTuple):
-    """A response that a server has sampled, with R tokens after a prompt of P."""
+    """A response that a server has sampled, or the beginning of one, with R tokens after a prompt of P."""
 
     tokens: Int[np.ndarray, " R"]
     """The sampled tokens, including the one that ends the response."""
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     expert_ids: Integer[np.ndarray, "P+R L K"]
     """The experts of every token of prompt and response."""
     ended: bool
-    """Whether an end token ended it, and not the largest length."""
+    """Whether an end token ended it, and not the largest length or an interrupt."""
     filled: int
     """1 if the last token has no route of its own, else 0."""
 
@@ -80,6 +80,7 @@ def check_answer(
     *,
     layout: str,
     recording: Mapping[str, Any],
+    partial: bool = False,
 ) -> Answer:
     """Check what a server says in an answer.
 
@@ -92,9 +93,10 @@ def check_answer(
             believed.
         layout: the layout of the routes, a key of `relibra_jax.rollout.layouts.LAYOUTS`.
         recording: what that layout reads them from: those of the first token and all after it.
+        partial: whether it may be the beginning of a response, whatever the server says why it ended.
 
     Returns:
-        The response.
+        The response, or what there is of it.
 
     Raises:
         BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
@@ -107,12 +109,15 @@ def check_answer(
     for name, expected in {"prompt_tokens": prompt, "completion_tokens": len(tokens)}.items():
         if told.counts.get(name, expected) != expected:
             raise BadAnswer(f"{name} is {told.counts[name]}, where there are {expected}")
-    if reason not in ("stop", "length"):
+    if reason not in ("stop", "length") and not partial:
         raise BadAnswer(f"the response ended by {reason!r}, not by an end token or its length")
     if not 1 <= len(tokens) <= sampling.max_new_tokens:
         raise BadAnswer(f"{tokens.size} tokens, where 1 to {sampling.max_new_tokens} were asked for")
     ended = bool(np.isin(tokens[-1], sampling.ends))
-    if (reason == "stop") != ended or (not ended and len(tokens) < sampling.max_new_tokens):
+    # The last token of a partial response may be its end all the same.
+    if not partial and (
+        (reason == "stop") != ended or (not ended and len(tokens) < sampling.max_new_tokens)
+    ):
         raise BadAnswer(
             f"finish_reason {reason!r} after {len(tokens)} of at most {sampling.max_new_tokens} tokens, the last of"
             f" them {tokens[-1]}; the ends are {', '.join(map(str, sampling.ends))}"

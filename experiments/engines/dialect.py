@@ -56,9 +56,29 @@ class Dialect(Protocol):
         ...
 
     def read(
-        self, answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: str | None
+        self,
+        answer: Any,
+        prompt: int,
+        sampling: Sampling,
+        config: ModelConfig,
+        version: str | None,
+        *,
+        partial: bool = False,
     ) -> Answer:
         """Read and check the answer to a request, as `experiments.engines.answers.check_answer`."""
+        ...
+
+    def is_partial(self, answer: Any, /) -> bool:
+        """Whether an answer says that an interrupt has ended the response."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Ask the server to answer its requests with the tokens that they have, if it can.
+
+        Raises:
+            ServerDown: if it does not answer.
+            EngineError: if it should have that request, and has not.
+        """
         ...
 
     async def load(self, folder: str, version: str) -> None:

@@ -23,7 +23,6 @@ PARAMS: Final = frozenset(
 class Draw(NamedTuple):
     """How the tokens of a request are drawn. Requests with the same can be in one batch."""
 
-    max_new_tokens: int
     temperature: float
     top_p: float
     ends: tuple[int, ...]
@@ -38,6 +37,8 @@ class Request(NamedTuple):
     """The tokens of the prompt."""
     seed: int
     """The random key, as `experiments.engines.protocol.seeds_of` returns it."""
+    max_new_tokens: int
+    """The largest number of tokens of the response, its end included."""
     draw: Draw
     """How its tokens are drawn."""
     routes: bool
@@ -74,18 +75,18 @@ def read_request(body: Mapping[str, Any], prompt: Any, vocabulary: int) -> Reque
         )
     numbers = [int(token) if token.isdecimal() else token for token in biases]
     draw = Draw(
-        max_new_tokens=_integer("max_new_tokens", params.get("max_new_tokens", 128)),
         temperature=_number("temperature", params.get("temperature", 1.0)),
         top_p=_number("top_p", params.get("top_p", 1.0)),
         ends=ends,
         forbidden=tuple(sorted(_tokens("logit_bias", numbers, vocabulary))),
     )
-    check_integer("max_new_tokens", draw.max_new_tokens, least=1)
+    max_new_tokens = _integer("max_new_tokens", params.get("max_new_tokens", 128))
+    check_integer("max_new_tokens", max_new_tokens, least=1)
     check_sampling(draw.temperature, draw.top_p)
     seed = _integer("sampling_seed", params.get("sampling_seed") or 0)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"sampling_seed={seed} has more than 64 bits")
-    return Request(tokens, seed, draw, bool(body.get("return_routed_experts")))
+    return Request(tokens, seed, max_new_tokens, draw, bool(body.get("return_routed_experts")))
 
 
 def _tokens(name: str, values: Any, vocabulary: int) -> tuple[int, ...]:

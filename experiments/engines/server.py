@@ -4,13 +4,15 @@
 ``POST /generate``                      ``input_ids`` of one prompt or a list of prompts, ``sampling_params``,
                                         ``return_routed_experts``
 ``POST /update_weights_from_disk``      ``model_path``, ``weight_version``; after the requests before it
+``POST /abort_request``                 ``abort_all``; the requests before it are answered soon, with the tokens so far
 ``GET /get_model_info``                 the folder and version of the weights, sizes of the model, and that a
                                         ``sampling_seed`` is a random key of 64 bits
 ``GET /health``                         200 while the worker lives
 ``POST /flush_cache``                   200; no prompt is kept from one request to another
 ======================================  ===============================================================================
 
-Answers have SGLang's format, with a route for the last token too. A bad request is answered by 400 and one line.
+Answers have SGLang's format, with a route for the last token too. A bad request is answered by 400 and one line, and
+one that the worker does not finish because it is ending by 503.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from experiments.engines.requests import read_request
-from experiments.engines.worker import Worker
+from experiments.engines.worker import Ending, Worker
 from relibra_jax.support.json_text import parse_json
 
 
@@ -52,6 +54,12 @@ def make_app(worker: Worker) -> Starlette:
         await asyncio.wrap_future(worker.load(Path(folder), str(version)))
         return JSONResponse({"success": True, "message": f"version {version}"})
 
+    async def abort(request: HttpRequest) -> Response:
+        if (await _body(request)).get("abort_all") is not True:
+            raise ValueError("abort_all: only all requests can be aborted, by true")
+        worker.interrupt()
+        return PlainTextResponse("")
+
     async def model_info(_: HttpRequest) -> Response:
         sizes = {
             "takes_keys": True,
@@ -69,14 +77,18 @@ def make_app(worker: Worker) -> Starlette:
         message = " ".join(str(error).split())
         return JSONResponse({"success": False, "message": message}, status_code=400)
 
+    async def refuse(_: HttpRequest, error: Exception) -> Response:
+        return PlainTextResponse(str(error), status_code=503)
+
     routes = [
         Route("/generate", generate, methods=["POST"]),
         Route("/update_weights_from_disk", update_weights, methods=["POST"]),
+        Route("/abort_request", abort, methods=["POST"]),
         Route("/get_model_info", model_info),
         Route("/health", health),
         Route("/flush_cache", health, methods=["GET", "POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={ValueError: reject})
+    return Starlette(routes=routes, exception_handlers={ValueError: reject, Ending: refuse})
 
 
 async def _body(request: HttpRequest) -> dict[str, Any]:

@@ -10,12 +10,28 @@ from experiments.engines.dialect import FORBIDDEN, Connection
 from experiments.engines.protocol import EngineError, Sampling
 from relibra_jax.models import ModelConfig
 
+PARTIAL: Final = "abort"
+"""The type of the ``finish_reason`` of a response that an interrupt has ended."""
 SIZES: Final = ("num_experts", "top_k", "moe_layers", "vocabulary")
 """The sizes of the model that servers of this project tell."""
 
 
+def is_partial(answer: Any) -> bool:
+    """Whether an answer says that an interrupt has ended the response."""
+    try:
+        return bool(answer["meta_info"]["finish_reason"]["type"] == PARTIAL)
+    except (KeyError, TypeError):
+        return False
+
+
 def read_answer(
-    answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: str | None
+    answer: Any,
+    prompt: int,
+    sampling: Sampling,
+    config: ModelConfig,
+    version: str | None,
+    *,
+    partial: bool = False,
 ) -> Answer:
     """Read and check the answer to a request in SGLang's format.
 
@@ -26,9 +42,10 @@ def read_answer(
         config: the sizes of the model.
         version: the name of the weights that should have sampled it. None for any. Servers that do not tell it are
             believed.
+        partial: whether it may be the beginning of a response that was interrupted.
 
     Returns:
-        The response.
+        The response, or what there is of it.
 
     Raises:
         BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
@@ -45,7 +62,9 @@ def read_answer(
             counts=meta,
             versions=[each for each in [meta.get("weight_version")] if each is not None],
         )
-    return check_answer(told, prompt, sampling, config, version, layout="sglang", recording=meta)
+    return check_answer(
+        told, prompt, sampling, config, version, layout="sglang", recording=meta, partial=partial
+    )
 
 
 class Sglang:
@@ -57,6 +76,7 @@ class Sglang:
 
     path = "/generate"
     read = staticmethod(read_answer)
+    is_partial = staticmethod(is_partial)
 
     def __init__(self, server: Connection):
         self._server = server
@@ -80,6 +100,15 @@ class Sglang:
                 "sampling_seed": seed if self._takes_keys else seed & 0x7FFFFFFF,
             },
         }
+
+    async def interrupt(self) -> None:
+        """Ask the server to answer its requests with the tokens that they have.
+
+        Raises:
+            ServerDown: if it does not answer, or cannot now.
+            EngineError: if it has no such request.
+        """
+        await self._server.post("/abort_request", {"abort_all": True})
 
     async def load(self, folder: str, version: str) -> None:
         """Let the server load a folder of weights, unless it says that it has them.

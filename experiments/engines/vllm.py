@@ -24,7 +24,13 @@ NO_LOG_PROBABILITY: Final = -9999.0
 
 
 def read_answer(
-    answer: Any, prompt: int, sampling: Sampling, config: ModelConfig, version: str | None
+    answer: Any,
+    prompt: int,
+    sampling: Sampling,
+    config: ModelConfig,
+    version: str | None,
+    *,
+    partial: bool = False,
 ) -> Answer:
     """Read and check the answer to one request.
 
@@ -34,9 +40,10 @@ def read_answer(
         sampling: how tokens should have been drawn.
         config: the sizes of the model.
         version: the name of the weights that should have sampled all tokens. None for any.
+        partial: whether it may be the beginning of a response.
 
     Returns:
-        The response.
+        The response, or what there is of it.
 
     Raises:
         BadAnswer: if something is missing or wrong; `OtherWeights` if it is the version.
@@ -55,7 +62,9 @@ def read_answer(
             versions=[span["version"] for span in choice.get("weight_versions") or ()],
         )
         recording = {"choices": [{"routed_experts": routes}]}
-    return check_answer(told, prompt, sampling, config, version, layout="vllm_http", recording=recording)
+    return check_answer(
+        told, prompt, sampling, config, version, layout="vllm_http", recording=recording, partial=partial
+    )
 
 
 class Vllm:
@@ -108,6 +117,13 @@ class Vllm:
                 "detokenize": False,
             },
         }
+
+    def is_partial(self, _: Any) -> bool:
+        """Return False: nothing interrupts its responses."""
+        return False
+
+    async def interrupt(self) -> None:
+        """Do nothing: new weights wait for the ends of its responses."""
 
     async def load(self, folder: str, version: str) -> None:
         """Let the server load a folder of weights, unless it says that it has them.

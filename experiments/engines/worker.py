@@ -3,20 +3,25 @@
 Requests that come within a short time of each other and draw tokens in the same way are one batch. It is filled up to a
 fixed number of samples, so that few programs are compiled. Samples do not enter a running batch: that is what engines
 are for.
+
+An interrupt ends the running batch within a few decoding steps. Its requests, and those that wait, are answered with
+the tokens that they have. The responses can then go on under other weights, as requests with longer prompts.
 """
 
 import base64
 import dataclasses
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from experiments.engines.protocol import keys_of
 from experiments.engines.requests import Request
+from experiments.engines.sglang import PARTIAL, is_partial
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.waves import generate_in_waves
@@ -28,6 +33,21 @@ from relibra_jax.models.hf_config import load_config
 
 SMALLEST_PROMPT: Final = 16
 """The least width of an array of prompts. Others are powers of two."""
+ENDING: Final = "the server is ending"
+"""What a request is told that comes too late."""
+
+
+class Ending(Exception):
+    """A request that a worker does not answer any more, because it is ending."""
+
+
+class _Job(NamedTuple):
+    """A request, or a folder and version of weights to load, and its result."""
+
+    work: Request | tuple[Path, str]
+    result: Future[Any]
+    interrupts: int
+    """The number of interrupts before it."""
 
 
 class Worker:
@@ -69,7 +89,10 @@ class Worker:
         """The folder and the version of the weights, as SGLang names them."""
         self._policy: LanguageModel | None = None
         self._load(model)
-        self._jobs: queue.Queue[tuple[Request | tuple[Path, str], Future[Any]] | None] = queue.Queue()
+        self._lengths = set[int]()
+        """The largest numbers of tokens of a response for which there are programs."""
+        self._interrupts, self._ending = 0, False
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -81,6 +104,15 @@ class Worker:
         """Queue the loading of weights, after all requests before it."""
         return self._submit((folder, version))
 
+    def interrupt(self) -> None:
+        """Answer the requests so far with the tokens that they have, within a few decoding steps."""
+        self._interrupts += 1
+
+    def end(self) -> None:
+        """Interrupt the requests, and take no more. They raise `Ending` if they have not ended by themselves."""
+        self._ending = True
+        self.interrupt()
+
     def close(self) -> None:
         """Finish the requests in the queue, and end."""
         self._jobs.put(None)
@@ -91,53 +123,66 @@ class Worker:
         """Whether the worker still works."""
         return self._thread.is_alive()
 
-    def _submit(self, job: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((job, future))
-        return future
+    def _submit(self, work: Any) -> Future[Any]:
+        result: Future[Any] = Future()
+        if self._ending:
+            result.set_exception(Ending(ENDING))
+        else:
+            self._jobs.put(_Job(work, result, self._interrupts))
+        return result
 
     def _work(self) -> None:
-        entry = self._jobs.get()
-        while entry is not None:
-            entries, following = [entry], None
-            if isinstance(entry[0], Request):
-                entries, following = self._gather(entry)
+        job = self._jobs.get()
+        while job is not None:
+            jobs, following = [job], None
+            if isinstance(job.work, Request):
+                jobs, following = self._gather(job)
             # Requests whose client is gone are left out.
-            entries = [each for each in entries if each[1].set_running_or_notify_cancel()]
-            if entries:
-                self._finish(entries)
-            entry = following or self._jobs.get()
+            jobs = [each for each in jobs if each.result.set_running_or_notify_cancel()]
+            if jobs:
+                self._finish(jobs)
+            job = following or self._jobs.get()
 
-    def _finish(self, entries: list[Any]) -> None:
+    def _finish(self, jobs: list[_Job]) -> None:
         """Do the jobs, requests of one batch or the loading of weights, and set their results."""
         try:
-            if isinstance(entries[0][0], Request):
-                results = self._answer([request for request, _ in entries])
+            if isinstance(jobs[0].work, Request):
+                requests = [job.work for job in jobs if isinstance(job.work, Request)]
+                if self._interrupted(jobs[0]):
+                    results = [self._describe(request, None, 0) for request in requests]
+                else:
+                    results = self._answer(requests, lambda: self._interrupted(jobs[0]))
             else:
-                self._load(*entries[0][0])
+                self._load(*jobs[0].work)
                 results = [{}]
         except Exception as error:
-            for _, future in entries:
-                future.set_exception(error)
+            for job in jobs:
+                job.result.set_exception(error)
         else:
-            for (_, future), result in zip(entries, results, strict=True):
-                future.set_result(result)
+            for job, result in zip(jobs, results, strict=True):
+                if self._ending and is_partial(result):
+                    job.result.set_exception(Ending(ENDING))
+                else:
+                    job.result.set_result(result)
 
-    def _gather(self, first: Any) -> tuple[list[Any], Any]:
+    def _interrupted(self, job: _Job) -> bool:
+        return self._interrupts > job.interrupts
+
+    def _gather(self, first: _Job) -> tuple[list[_Job], _Job | None]:
         """Return the batch of a request, of what comes soon and is alike, and what came next, if that is not."""
-        entries = [first]
-        while len(entries) < self._samples:
+        jobs = [first]
+        while len(jobs) < self._samples:
             try:
-                entry = self._jobs.get(timeout=self._wait_seconds)
+                job = self._jobs.get(timeout=0 if self._interrupted(first) else self._wait_seconds)
             except queue.Empty:
                 break
-            if entry is None:
+            if job is None:
                 self._jobs.put(None)  # the end comes after this batch
                 break
-            if not isinstance(entry[0], Request) or entry[0].draw != first[0].draw:
-                return entries, entry
-            entries.append(entry)
-        return entries, None
+            if not _alike(job, first):
+                return jobs, job
+            jobs.append(job)
+        return jobs, None
 
     def _load(self, folder: Path, version: str = "default") -> None:
         for field in dataclasses.fields(self.config):
@@ -149,7 +194,7 @@ class Worker:
         self._policy = load_pretrained(folder, parallel.mesh, parallel.topology, dtype=self._dtype)
         self.model, self.version = folder, version
 
-    def _answer(self, requests: list[Request]) -> list[dict[str, Any]]:
+    def _answer(self, requests: list[Request], interrupted: Callable[[], bool]) -> list[dict[str, Any]]:
         if self._policy is None:
             raise RuntimeError(f"the weights in {self.model} were not loaded")
         prompts = [request.prompt for request in requests]
@@ -163,31 +208,46 @@ class Worker:
         draw = requests[0].draw
         allowed = np.ones(self.config.vocabulary, bool)
         allowed[list(draw.forbidden)] = False
+        most = max(request.max_new_tokens for request in requests)
+        # Continued responses have fewer tokens left, and need no programs of their own.
+        length = min((each for each in self._lengths if each >= most), default=most)
+        self._lengths.add(length)
         responses = generate_in_waves(
             self._policy,
             tokens,
             lengths,
             keys_of(seeds + [0] * (self._samples - len(seeds))),
             parallel=self._parallel,
-            max_new_tokens=draw.max_new_tokens,
+            max_new_tokens=length,
             temperature=draw.temperature,
             top_p=draw.top_p,
             ends=draw.ends,
             allowed=allowed,
+            stop=lambda step: step >= most or interrupted(),
         )
         return [self._describe(request, responses, row) for row, request in enumerate(requests)]
 
-    def _describe(self, request: Request, responses: Responses, row: int) -> dict[str, Any]:
-        """Return a response in SGLang's format. It has a route for every token, the last one too."""
+    def _describe(self, request: Request, responses: Responses | None, row: int) -> dict[str, Any]:
+        """Return a response in SGLang's format. It has a route for every token, the last one too.
+
+        None are the responses of a batch that was interrupted before it ran.
+        """
         prompt = len(request.prompt)
-        count = int(responses.response_mask[row].sum())
-        tokens = responses.tokens[row, prompt : prompt + count].tolist()
-        log_probs = responses.log_probs[row, prompt : prompt + count].tolist()
-        ended = bool(responses.ended[row])
+        sampled = 0 if responses is None else int(responses.response_mask[row].sum())
+        # The others of the batch may have more tokens.
+        count = min(sampled, request.max_new_tokens)
+        tokens, log_probs, ended = list[int](), list[float](), False
+        if responses is not None:
+            tokens = responses.tokens[row, prompt : prompt + count].tolist()
+            log_probs = responses.log_probs[row, prompt : prompt + count].tolist()
+            ended = bool(responses.ended[row]) and sampled == count
+        reason: dict[str, Any] = {"type": PARTIAL, "message": "interrupted"}
+        if ended:
+            reason = {"type": "stop", "matched": tokens[-1]}
+        elif count == request.max_new_tokens:
+            reason = {"type": "length", "length": count}
         meta = {
-            "finish_reason": (
-                {"type": "stop", "matched": tokens[-1]} if ended else {"type": "length", "length": count}
-            ),
+            "finish_reason": reason,
             "prompt_tokens": prompt,
             "completion_tokens": count,
             "weight_version": self.version,
@@ -195,7 +255,14 @@ class Worker:
                 [log_prob, token, None] for log_prob, token in zip(log_probs, tokens, strict=True)
             ],
         }
-        if request.routes:
+        if request.routes and responses is not None:
             ids = responses.expert_ids[row, : prompt + count].astype(np.int32)
             meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
         return {"output_ids": tokens, "meta_info": meta}
+
+
+def _alike(job: _Job, first: _Job) -> bool:
+    """Whether a job can be in the batch of the first one."""
+    if not isinstance(job.work, Request) or not isinstance(first.work, Request):
+        return False
+    return job.work.draw == first.work.draw and job.interrupts == first.interrupts

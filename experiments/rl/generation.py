@@ -20,7 +20,7 @@ log-probabilities.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,10 @@ class Watch(NamedTuple):
     and on every process."""
 
 
+STOP_EVERY: Final = 8
+"""The number of decoding steps between two questions to ``stop`` whether to end."""
+
+
 def generate(
     policy: LanguageModel,
     prompts: Int[Array, "B P"],
@@ -112,6 +116,7 @@ def generate(
     pad: int = BYTES.pad,
     allowed: Bool[Array, " V"] | None = None,
     watch: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
 ) -> Responses:
     """Sample a response to every prompt.
 
@@ -136,6 +141,9 @@ def generate(
         allowed: True on tokens that may be sampled, as `experiments.rl.tokens.Tokenizer.allowed` returns them. None
             allows all tokens.
         watch: a callback to call during decoding. It does not change the responses.
+        stop: a function of the number of decoding steps so far, which says whether to end with the responses as they
+            are. It is asked every `STOP_EVERY` steps, on the host of every process, and must answer the same on all.
+            None decodes to the end.
 
     Returns:
         The responses, sharded over the ranks.
@@ -173,6 +181,8 @@ def generate(
         sampling=sampling,
         parallel=parallel,
     )
+    if stop is not None:
+        continue_decoding = functools.partial(_decode_until_stopped, continue_decoding, stop)
     for column in range(watch.every, max_new_tokens, watch.every):
         state = continue_decoding(state, until=jnp.int32(column))
         ended = np.asarray(on_every_host(state.ended, parallel.mesh))
@@ -187,6 +197,24 @@ def generate(
             break
     state = continue_decoding(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
+
+
+def _decode_until_stopped(
+    continue_decoding: Callable[..., DecodingState],
+    stop: Callable[[int], bool],
+    state: DecodingState,
+    *,
+    until: Int[jax.Array, ""],
+) -> DecodingState:
+    """Decode up to column ``until``, or until all samples have ended or ``stop`` says so."""
+    step, end = int(state.step), int(until)
+    while step < end and not stop(step):
+        goal = min(step + STOP_EVERY, end)
+        state = continue_decoding(state, until=jnp.int32(goal))
+        step = int(state.step)
+        if step < goal:
+            break
+    return state
 
 
 def _check_prompts(prompts: Array, lengths: Array, keys: Array, parallel: ExpertParallel) -> None:
