@@ -1,7 +1,7 @@
 """What a run does with an engine's responses: dropped samples, versions, and batches that are sampled ahead."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -29,6 +29,8 @@ class FakeEngine:
 
     def __init__(self):
         self.calls, self.version, self.dropped, self.error = [], None, [], None
+        self.older = 0
+        """The number of updates by which the first token of a response is older than the second."""
 
     def sync(self, policy, version):
         if version != self.version:
@@ -41,7 +43,7 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.calls.append(f"generate with {self.version}")
-        samples, width = prompts.shape
+        width = prompts.shape[1]
         at = np.arange(width + sampling.max_new_tokens)
         mask = at < lengths[:, None] + 2
         mask[self.dropped] = False
@@ -50,7 +52,9 @@ class FakeEngine:
         ids = np.zeros((*mask.shape, SMALLEST["layers"], TINY.top_k), np.uint8)
         log_probs = np.where(response_mask, -1, 0).astype(np.float32)
         responses = Responses(tokens, mask, response_mask, ids, log_probs, mask.any(1))
-        return Generation(responses, np.full(samples, self.version), ~mask.any(1), filled=mask.any(1).sum())
+        version = np.where(at == lengths[:, None], self.version - self.older, self.version)
+        version = np.where(response_mask, version, -1)
+        return Generation(responses, version, ~mask.any(1), filled=mask.any(1).sum())
 
     def close(self):
         self.calls.append("close")
@@ -123,8 +127,7 @@ def test_the_next_batch_is_sampled_with_the_weights_before_the_update(trainer):
     for _ in range(3):
         rollout, _ = roll_out(one)
         seen.append((rollout.metrics["rollout/staleness"], rollout.metrics["rollout/sync_bytes"]))
-        if sampler._next is not None:
-            sampler._next.result()
+        wait(sampler._ahead._batches)
         state.step += 1
     one.evaluate()
     one.close()
@@ -137,12 +140,33 @@ def test_the_next_batch_is_sampled_with_the_weights_before_the_update(trainer):
     ]
 
 
+def test_staleness_is_that_of_tokens(trainer):
+    one = trainer(staleness=2)
+    one.state.step, one.sampler.engine.older, one.sampler.engine.dropped = 3, 2, [3]
+    metrics = roll_out(one)[0].metrics
+    one.close()
+    assert metrics["rollout/staleness"] == 1, (
+        "one token of each response is 2 updates old, the other is not old"
+    )
+    assert metrics["rollout/staleness_max"] == 2
+    assert metrics["rollout/continued"] == one.config.samples - 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_token_beyond_the_bound_is_an_error(trainer, staleness):
+    one = trainer(staleness=staleness)
+    one.state.step, one.sampler.engine.older = 3, 2
+    with pytest.raises(AssertionError, match="a token is 2 updates old"):
+        roll_out(one)
+    one.close()
+
+
 def test_an_error_of_a_batch_that_is_sampled_ahead_comes_with_the_next_step(trainer):
     one = trainer(staleness=1)
     one.state.step = 1
     with ThreadPoolExecutor(2) as executor:
         one.sampler.roll_out(executor, None, StepClock()).rewards()
-        one.sampler._next.result()
+        wait(one.sampler._ahead._batches)
         one.state.step = 2
         one.sampler.engine.error = EngineError("no server")
         one.sampler.roll_out(executor, None, StepClock()).rewards()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -99,18 +100,67 @@ def test_a_run_with_a_server_learns_what_a_run_alone_learns(folder, tmp_path):
     alone = Train(model=folder, out=tmp_path / "alone", **SETTINGS)
     with own_server(folder, 32, "--nodes", "2", "--ranks-per-node", "4") as (address, _):
         served = dataclasses.replace(alone, engine=(address,), out=tmp_path / "served")
-        stale = dataclasses.replace(served, out=tmp_path / "stale", staleness=1, steps=3)
-        runs = [run_train(config, Console(quiet=True)) for config in (served, alone, stale)]
-    *metrics, of_stale = [list(read_metrics(run / "seed-0" / "metrics.jsonl")) for run in runs]
+        runs = [run_train(config, Console(quiet=True)) for config in (served, alone)]
+    metrics = [list(read_metrics(run / "seed-0" / "metrics.jsonl")) for run in runs]
     np.testing.assert_allclose(*map(learned, metrics), rtol=1e-5, atol=1e-7)
     for line in metrics[0]:
         if line["kind"] == "learn":
             assert line["rollout/retried"] == line["rollout/dropped"] == 0
             assert line["mismatch/log_prob"] < 1e-5
-            assert line["rollout/staleness"] == 0
-    learning = [line for line in of_stale if line["kind"] == "learn"]
-    assert [line["rollout/staleness"] for line in learning] == [0, 1, 1]
-    np.testing.assert_allclose(learned(of_stale)[0], learned(metrics[0])[0], rtol=1e-5, atol=1e-7)
+            assert (
+                line["rollout/staleness"] == line["rollout/staleness_max"] == line["rollout/continued"] == 0
+            )
+
+
+def test_a_run_learns_while_a_server_samples_up_to_two_batches_ahead(folder, tmp_path):
+    """Responses that an update interrupts carry on under the new weights, and no token is lost."""
+    # One sample at a time is slower than learning, so updates find responses to interrupt.
+    with own_server(folder, 1) as (address, _):
+        config = Train(
+            model=folder,
+            out=tmp_path / "run",
+            engine=(address,),
+            staleness=2,
+            requests=EngineRequests(at_once=1),
+            **{**SETTINGS, "steps": 4, "response_tokens": 48, "prompts": 4, "responses_per_prompt": 2},
+        )
+        run = run_train(config, Console(quiet=True))
+    learning = [line for line in read_metrics(run / "seed-0" / "metrics.jsonl") if line["kind"] == "learn"]
+    assert len(learning) == 4
+    assert learning[0]["rollout/staleness_max"] == 0
+    assert 1 <= max(line["rollout/staleness_max"] for line in learning) <= 2
+    assert sum(line["rollout/continued"] for line in learning) > 0
+    for line in learning:
+        assert line["policy/gradient_norm"] > 0
+        assert line["rollout/retried"] == line["rollout/dropped"] == line["rollout/filled_share"] == 0
+        # All tokens have log-probabilities, of weights that few updates have changed since.
+        assert line["mismatch/log_prob_quantiles"][-1] < 1
+
+
+def test_a_server_that_is_ended_does_not_finish_its_batch(folder):
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
+    policy = load_pretrained(folder, expert_mesh(topology, devices=jax.devices()[:1]), topology)
+    prompts, lengths = np.full((2, 4), 5, np.int32), np.full(2, 4, np.int32)
+    keys, config = jax.random.split(jax.random.key(0)), load_config(folder)
+    # The most likely token is never the end here, so that the batch is long.
+    sampling = Sampling(4096, 0.0, 1.0, (2,), 1, np.ones(config.vocabulary, bool))
+    with own_server(folder, 2) as (address, process):
+        engine = HttpEngine((address,), folder, config, EngineRequests(retries=0))
+        engine.sync(policy, 0)
+
+        def end():
+            time.sleep(15)
+            process.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            process.wait(120)
+            return time.monotonic() - start
+
+        with ThreadPoolExecutor(1) as background:
+            seconds = background.submit(end)
+            with pytest.raises(EngineError, match="/generate: 503 the server is ending"):
+                engine.generate(prompts, lengths, keys, sampling)
+            assert seconds.result() < 10
+        engine.close()
 
 
 def test_a_server_killed_within_a_batch_costs_other_requests_alone(folder):

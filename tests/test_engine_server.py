@@ -1,7 +1,10 @@
 """The server of this project answers what the embedded engine samples, with the weights that it was sent."""
 
 import dataclasses
+import functools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import httpx2
@@ -16,11 +19,12 @@ from experiments.engines.protocol import EngineError, Sampling, seeds_of
 from experiments.engines.requests import Draw, Request, read_request
 from experiments.engines.server import make_app
 from experiments.engines.settings import EngineRequests
-from experiments.engines.worker import Worker
+from experiments.engines.worker import Ending, Worker
 from experiments.examples import tiny_checkpoint
 from experiments.rl.policy import TINY
+from experiments.rl.waves import generate_in_waves
 from relibra_jax import Topology
-from relibra_jax.models import load_pretrained
+from relibra_jax.models import load_pretrained, token_log_probs
 from relibra_jax.models.hf_config import load_config
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 
@@ -89,7 +93,10 @@ def test_a_server_samples_what_the_embedded_engine_samples(folder, worker, engin
         sent = engine.sync(policy, version)
         assert sent.bytes == sum(path.stat().st_size for path in worker.model.iterdir())
         actual, desired = (each.generate(prompts, lengths, keys, sampling) for each in (engine, embedded))
-        assert (actual.version == version).all()
+        for generation in (actual, desired):
+            sampled = generation.version[generation.responses.response_mask]
+            assert (sampled == version).all()
+            assert (generation.version == -1).sum() == generation.version.size - sampled.size
         assert not actual.dropped.any()
         assert actual.filled == actual.retried == 0
         for name, leaf, other in zip(
@@ -105,6 +112,61 @@ def test_a_server_samples_what_the_embedded_engine_samples(folder, worker, engin
     assert (seen[0].tokens != seen[1].tokens).any(), "other weights sample other tokens"
     assert seen[0].ended.any()
     assert not seen[0].ended.all()
+
+
+@pytest.mark.slow
+def test_an_interrupted_batch_carries_on_under_new_weights(folder, worker, engine, monkeypatch):
+    """It begins as without the interrupt, and all tokens have what the weights compute that sampled them."""
+    mesh = expert_mesh(TOPOLOGY)
+    parallel = ExpertParallel(mesh=mesh, topology=TOPOLOGY)
+    old, new = (load_pretrained(folder, mesh, TOPOLOGY) for _ in range(2))
+    nnx.update(new, jax.tree.map(lambda leaf: leaf * 1.5, nnx.state(new, nnx.Param)))
+    prompts, lengths, keys, sampling = inputs(old.config.vocabulary)
+    engine.sync(old, 0)
+    whole = engine.generate(prompts, lengths, keys, sampling).responses
+    reached = threading.Event()
+
+    def hold(*arguments, stop, **options):
+        def held(step):
+            if step == 4 and not reached.is_set():
+                reached.set()
+                while not stop(step):
+                    time.sleep(0.01)
+            return stop(step)
+
+        return generate_in_waves(*arguments, stop=held, **options)
+
+    monkeypatch.setattr("experiments.rl.generation.STOP_EVERY", 2)
+    monkeypatch.setattr("experiments.engines.worker.generate_in_waves", hold)
+    with ThreadPoolExecutor(1) as background:
+        future = background.submit(engine.generate, prompts, lengths, keys, sampling)
+        assert reached.wait(60)
+        engine.sync(new, 1)
+        generation = future.result(120)
+    actual, version = generation.responses, generation.version
+    assert generation.retried == generation.filled == 0
+    assert worker._lengths == {6}, "the second part needs no program for its length"
+    before = version == 0
+    assert before.sum(1).max() == 4
+    for name in ("tokens", "log_probs", "expert_ids"):
+        leaf, other = getattr(actual, name), getattr(whole, name)
+        np.testing.assert_array_equal(leaf[before], other[before], err_msg=name)
+    counts = actual.response_mask.sum(1)
+    assert (actual.ended | (counts == 6)).all()
+    assert (whole.response_mask.sum(1) <= 4).any(), "some had ended before the interrupt"
+    assert (version == 1).any()
+
+    @functools.partial(nnx.jit, static_argnames="parallel")
+    def recompute(policy, tokens, mask, *, parallel):
+        output = policy(tokens, mask, parallel=parallel)
+        log_probs = token_log_probs(policy, output.hidden, tokens, parallel=parallel, temperature=1.2)
+        return log_probs, output.expert_ids
+
+    for number, policy in enumerate((old, new)):
+        log_probs, ids = recompute(policy, actual.tokens, actual.mask, parallel=parallel)
+        sampled = version == number
+        np.testing.assert_allclose(actual.log_probs[sampled], np.asarray(log_probs)[sampled], atol=2e-5)
+        np.testing.assert_array_equal(actual.expert_ids[sampled], np.asarray(ids)[sampled])
 
 
 def test_a_server_refuses_weights_of_another_model(folder, engine, tmp_path, monkeypatch):
@@ -182,7 +244,7 @@ def test_read_request_takes_the_fields_that_runs_send():
         "sampling_seed": seed,
     }
     body = {"sampling_params": params, "return_routed_experts": True}
-    assert read_request(body, [5, 6], 10) == Request((5, 6), seed, Draw(4, 0.5, 0.9, (2,), (4,)), True)
+    assert read_request(body, [5, 6], 10) == Request((5, 6), seed, 4, Draw(0.5, 0.9, (2,), (4,)), True)
 
 
 class Scripted(Worker):
@@ -191,7 +253,7 @@ class Scripted(Worker):
     def _load(self, folder, version="default"):
         self._policy, self.version = object(), version
 
-    def _answer(self, requests):
+    def _answer(self, requests, interrupted):
         time.sleep(0.05)
         if any(9 in request.prompt for request in requests):
             raise RuntimeError("out of memory")
@@ -208,7 +270,7 @@ def scripted(folder):
 
 
 def request(*prompt, temperature=1.0):
-    return Request(prompt, 0, Draw(4, temperature, 1.0, (2,), ()), True)
+    return Request(prompt, 0, 4, Draw(temperature, 1.0, (2,), ()), True)
 
 
 def test_a_batch_has_requests_that_draw_alike_in_their_order(scripted, folder):
@@ -233,6 +295,69 @@ def test_a_worker_outlives_failures_and_clients_that_are_gone(scripted):
     assert busy.result(10)["batch"] == [(5,)]
     assert kept.result(10)["batch"] == [(7,)]
     assert scripted.alive
+
+
+class Held(Scripted):
+    """A worker whose batches run until they are interrupted."""
+
+    def _answer(self, requests, interrupted):
+        while not interrupted():
+            time.sleep(0.01)
+        return [self._describe(request, None, 0) for request in requests]
+
+
+@pytest.fixture
+def held(folder):
+    made = Held(
+        folder, nodes=2, ranks_per_node=4, dtype="float32", samples=8, wait_seconds=0.1, chunk_tokens=1024
+    )
+    yield made
+    made.end()
+    made.close()
+
+
+def reason(future):
+    return future.result(10)["meta_info"]["finish_reason"]["type"]
+
+
+def test_an_interrupt_ends_the_requests_before_it(held, folder):
+    running, waiting = held.generate(request(1)), held.generate(request(2, temperature=0.5))
+    time.sleep(0.3)
+    assert not running.done()
+    held.interrupt()
+    after, loaded = held.generate(request(3)), held.load(folder, "7")
+    assert reason(running) == reason(waiting) == "abort"
+    assert waiting.result()["output_ids"] == []
+    time.sleep(0.3)
+    assert not after.done()
+    held.interrupt()
+    assert reason(after) == "abort"
+    assert loaded.result(10) == {}
+
+
+def test_a_worker_that_ends_refuses_its_requests(held):
+    running = held.generate(request(1))
+    time.sleep(0.3)
+    held.end()
+    for future in (running, held.generate(request(2))):
+        with pytest.raises(Ending, match="the server is ending"):
+            future.result(10)
+
+
+def test_a_server_that_ends_answers_503(held):
+    transport = httpx2.ASGITransport(make_app(held))
+    body = {"input_ids": [5], "sampling_params": {"stop_token_ids": [2]}}
+
+    async def post():
+        async with httpx2.AsyncClient(transport=transport, base_url=ADDRESS) as client:
+            refused = await client.post("/abort_request", json={"rid": "7"})
+            held.end()
+            return refused, await client.post("/generate", json=body)
+
+    refused, ended = anyio.run(post)
+    assert refused.status_code == 400
+    assert "abort_all" in refused.json()["message"]
+    assert (ended.status_code, ended.text) == (503, "the server is ending")
 
 
 def test_a_worker_finishes_its_requests_before_it_ends(folder):

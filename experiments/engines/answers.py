@@ -115,9 +115,7 @@ def check_answer(
         raise BadAnswer(f"{tokens.size} tokens, where 1 to {sampling.max_new_tokens} were asked for")
     ended = bool(np.isin(tokens[-1], sampling.ends))
     # The last token of a partial response may be its end all the same.
-    if not partial and (
-        (reason == "stop") != ended or (not ended and len(tokens) < sampling.max_new_tokens)
-    ):
+    if not partial and ((reason == "stop") != ended or (not ended and len(tokens) < sampling.max_new_tokens)):
         raise BadAnswer(
             f"finish_reason {reason!r} after {len(tokens)} of at most {sampling.max_new_tokens} tokens, the last of"
             f" them {tokens[-1]}; the ends are {', '.join(map(str, sampling.ends))}"

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Key
 
-from experiments.engines.protocol import Generation, Sampling, Sent
+from experiments.engines.protocol import UNSAMPLED, Generation, Sampling, Sent
 from experiments.float8.hot_ranks import HotRanks, in_float8
 from experiments.rl.generation import Watch
 from experiments.rl.waves import generate_in_waves
@@ -65,8 +65,8 @@ class EmbeddedEngine:
             watch=watch,
             **sampling._asdict(),
         )
-        samples = len(prompts)
-        return Generation(responses, np.full(samples, self._version, np.int32), np.zeros(samples, bool))
+        version = np.where(responses.response_mask, self._version, UNSAMPLED)
+        return Generation(responses, version, np.zeros(len(prompts), bool))
 
     def close(self) -> None:
         """Do nothing: the devices belong to the run."""

@@ -6,7 +6,7 @@ The version of weights is the number of updates that made them. The engine of th
 `experiments.engines.embedded`; `experiments.engines.http` speaks to servers.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jaxtyping import Bool, Int, Key
 from experiments.rl.generation import Responses, Watch
 from relibra_jax.contract.types import Array
 from relibra_jax.models import LanguageModel
+
+UNSAMPLED: Final = -1
+"""The version of tokens of prompts, and of padding."""
 
 
 class EngineError(ValueError):
@@ -53,8 +56,8 @@ class Generation(NamedTuple):
 
     responses: Responses
     """The responses, on the host."""
-    version: Int[np.ndarray, " B"]
-    """The version of the weights that sampled each response."""
+    version: Int[np.ndarray, "B T"]
+    """The version of the weights that sampled each token, `UNSAMPLED` for tokens that were not sampled."""
     dropped: Bool[np.ndarray, " B"]
     """True for samples without a response, whose answers were all bad. Their masks are False everywhere."""
     retried: int = 0
@@ -69,6 +72,8 @@ class RolloutEngine(Protocol):
 
     def sync(self, policy: LanguageModel, version: int) -> Sent:
         """Give the engine the weights, and return when it samples with them.
+
+        Responses that are sampled in another thread carry on under the new weights, in engines that allow it.
 
         Args:
             policy: the policy. An engine with other weights of the same version keeps those.

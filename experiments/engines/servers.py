@@ -3,13 +3,17 @@
 A server gets at most so many requests at a time as the settings say, the one with the fewest first. It gets requests
 only while it answers and has the newest weights. A server that does not answer is *down*: its requests go to the
 others, and it is asked every second whether it is back. It then gets the newest weights before it gets requests again.
+
+New weights may come while requests run. Servers are then asked to interrupt them and answer with the tokens so far. No
+other request is sent until all of them are answered and the servers have the weights. So the weights that sampled an
+answer are those of the time when its request was sent.
 """
 
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import anyio
 import httpx2
@@ -28,18 +32,30 @@ QUICK_SECONDS: Final = 10.0
 """The time within which a server must accept a connection, and answer whether it is healthy."""
 
 
+class Weights(NamedTuple):
+    """Weights that servers are to have."""
+
+    number: int
+    """The number of updates that made them."""
+    folder: str | None
+    """The folder that they load from. None if they were started with them."""
+    version: str | None
+    """The name that they answer with. None if they were started with them."""
+
+
 class Server:
-    """One server. It outlives the event loop and HTTP client of a call.
+    """One server.
 
     Args:
         address: its address, ``http://host:port``.
         settings: the limits of requests.
+        client: the HTTP client.
     """
 
-    def __init__(self, address: str, settings: EngineRequests):
-        self.address, self._settings = address.rstrip("/"), settings
-        self.client: httpx2.AsyncClient | None = None
-        """The HTTP client of the running call."""
+    def __init__(self, address: str, settings: EngineRequests, client: httpx2.AsyncClient):
+        self.address, self._settings, self._client = address.rstrip("/"), settings, client
+        self.turn = anyio.Lock()
+        """Held while it is asked what it has, or loads weights."""
         self.requests = 0
         """The number of requests that it has now."""
         self.down: str | None = None
@@ -64,6 +80,8 @@ class Server:
             await anyio.sleep(PAUSE_SECONDS)
         if 400 <= response.status_code < 500:
             raise EngineError(f"{self.address}{path}: {response.status_code} {_one_line(response.text)}")
+        if response.status_code == 200 and not response.text:
+            return None
         return self._json(path, response)
 
     async def ask(self, path: str, *, optional: bool = False) -> Any:
@@ -118,10 +136,9 @@ class Server:
             raise ServerDown(f"it has weights of version {actual}, not {self.version}")
 
     async def _send(self, method: str, path: str, seconds: float, **content: Any) -> httpx2.Response:
-        assert self.client is not None
         timeout = httpx2.Timeout(seconds, connect=min(seconds, QUICK_SECONDS))
         try:
-            return await self.client.request(method, f"{self.address}{path}", timeout=timeout, **content)
+            return await self._client.request(method, f"{self.address}{path}", timeout=timeout, **content)
         except (httpx2.HTTPError, OSError) as error:
             raise ServerDown(f"{type(error).__name__}: {error}".rstrip(": ")) from None
 
@@ -135,30 +152,24 @@ class Server:
 
 
 class Servers:
-    """The servers of an engine during one call, inside its event loop.
+    """The servers of an engine, inside its event loop.
 
     Args:
         servers: the servers.
         settings: the limits of requests.
         config: the sizes of the model.
-        folder: the folder of the newest weights. None if the servers have them.
-        version: the version of the newest weights. None if the servers have them.
     """
 
-    def __init__(
-        self,
-        servers: list[Server],
-        settings: EngineRequests,
-        config: ModelConfig,
-        *,
-        folder: str | None,
-        version: str | None,
-    ):
+    def __init__(self, servers: list[Server], settings: EngineRequests, config: ModelConfig):
         self._servers, self._settings, self._config = servers, settings, config
-        self._folder, self._version = folder, version
+        self.weights: Weights | None = None
+        """The newest weights. None before the first."""
+        self.interrupts = 0
+        """The number of times that requests were held, and interrupted."""
+        self._held = False
         self._changed = anyio.Event()
         self._none_since = time.monotonic()
-        """When the last server went down, if all are."""
+        """When the last server went down, if all are, or the last call began."""
 
     async def prepare(self) -> None:
         """Ask all servers what they have, and let those load the newest weights that do not have them.
@@ -168,9 +179,45 @@ class Servers:
         Raises:
             EngineError: if a server cannot load the weights, or has another model.
         """
+        self._none_since = time.monotonic()
         async with anyio.create_task_group() as group:
             for server in self._servers:
                 group.start_soon(self._ready, server)
+
+    async def hold(self) -> None:
+        """Send no other requests until `go_on`. Those that run may be interrupted."""
+        self._held = True
+        self.interrupts += 1
+
+    async def interrupt(self) -> None:
+        """Let servers interrupt the requests until all are answered: some may still have been on their way.
+
+        Raises:
+            EngineError: if a server cannot be interrupted.
+        """
+        while any(server.requests for server in self._servers):
+            async with anyio.create_task_group() as group:
+                for server in self._servers:
+                    if server.requests:
+                        group.start_soon(self._interrupt_one, server)
+            with anyio.move_on_after(PAUSE_SECONDS):
+                while any(server.requests for server in self._servers):
+                    await self._changed.wait()
+
+    async def load(self, weights: Weights) -> None:
+        """Let the servers load weights, and wait until one has them.
+
+        Raises:
+            EngineError: if a server cannot load the weights, or no server answers.
+        """
+        self.weights = weights
+        await self.prepare()
+        await self._wait_for_one()
+
+    async def go_on(self) -> None:
+        """Send requests again."""
+        self._held = False
+        self._notify()
 
     @asynccontextmanager
     async def borrow(self, avoid: Set[str] = frozenset()) -> AsyncIterator[Server]:
@@ -206,47 +253,65 @@ class Servers:
                         group.start_soon(self._ready, server)
             await anyio.sleep(PAUSE_SECONDS)
 
-    async def wait_for_one(self) -> None:
+    async def _wait_for_one(self) -> None:
         """Wait until a server is up, as `borrow` does."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.revive)
-            async with self.borrow():
-                group.cancel_scope.cancel()
+            while not self._up:
+                await self._wait_for_change()
+            group.cancel_scope.cancel()
 
     @property
     def _up(self) -> list[Server]:
         return [server for server in self._servers if server.down is None]
 
-    async def _ready(self, server: Server) -> None:
-        """Bring a server up, or note why it is down."""
+    async def _interrupt_one(self, server: Server) -> None:
+        assert server.dialect is not None, "servers are recognised before they get requests"
         try:
-            if server.down is not None:
-                await server.ask("/health")
-            if server.down is not None or server.dialect is None:
-                await server.recognise()
-            has_weights = server.down is None and server.version == self._version
-            if self._folder is not None and self._version is not None and not has_weights:
-                await server.load(self._folder, self._version)
-            await server.describe(self._config)
+            await server.dialect.interrupt()
         except ServerDown as error:
             self.mark_down(server, str(error))
-        else:
-            server.down = None
-            self._notify()
+
+    async def _ready(self, server: Server) -> None:
+        """Bring a server up, or note why it is down."""
+        async with server.turn:
+            try:
+                if server.down is not None:
+                    await server.ask("/health")
+                if server.down is not None or server.dialect is None:
+                    await server.recognise()
+                wanted = self.weights
+                if wanted is not None and wanted.folder is not None and wanted.version is not None:
+                    await self._load_one(server, wanted.folder, wanted.version)
+                await server.describe(self._config)
+            except ServerDown as error:
+                self.mark_down(server, str(error))
+            else:
+                server.down = None
+                self._notify()
+
+    async def _load_one(self, server: Server, folder: str, version: str) -> None:
+        if server.down is not None or server.version != version:
+            await server.load(folder, version)
 
     async def _wait_for_room(self, avoid: Set[str]) -> Server:
         while True:
-            changed, up = self._changed, self._up
+            up = self._up
             wanted = [server for server in up if server.address not in avoid] or up
             free = [server for server in wanted if server.requests < self._settings.at_once]
-            if free:
+            if free and not self._held:
                 return min(free, key=lambda server: server.requests)
-            left = math.inf if up else self._none_since + self._settings.patience - time.monotonic()
-            if left <= 0:
-                down = "; ".join(f"{server.address}: {server.down}" for server in self._servers)
-                raise EngineError(f"no server has answered for {self._settings.patience:g} s: {down}")
-            with anyio.move_on_after(left):
-                await changed.wait()
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        """Wait until a server is up or has room, or the rest of the time without any server has passed."""
+        changed, up = self._changed, self._up
+        left = math.inf if up else self._none_since + self._settings.patience - time.monotonic()
+        if left <= 0:
+            down = "; ".join(f"{server.address}: {server.down}" for server in self._servers)
+            raise EngineError(f"no server has answered for {self._settings.patience:g} s: {down}")
+        with anyio.move_on_after(left):
+            await changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

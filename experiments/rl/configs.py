@@ -157,8 +157,9 @@ class Train:
     interface. They get the weights of every update, and need a ``model``. With none, the run samples on its own
     devices."""
     staleness: int = 0
-    """The number of updates between the weights that sample a batch and those that learn from it: 0 or 1.
-    With 1, servers sample the next batch while the run learns. Planning ahead then has nothing to watch."""
+    """The largest number of updates between the weights that sample a token and those that learn from it.
+    Servers sample as many later batches while the run learns from one. New weights interrupt their responses, which
+    carry on under them. Above 0, planning ahead has nothing to watch."""
     requests: EngineRequests = dataclasses.field(default_factory=EngineRequests)
     plan_ahead: float = 0.75
     """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
@@ -398,21 +399,20 @@ class Train:
 
     def _check_engine(self) -> None:
         """Check that the servers have addresses, and that no setting of the own sampler is for them."""
-        if self.staleness not in (0, 1):
-            raise ValueError(
-                f"staleness={self.staleness} must be 0 or 1: with more, weights would change within a response"
-            )
+        check_integer("staleness", self.staleness, least=0)
         if not self.engine:
             if self.requests != EngineRequests():
                 raise ValueError(f"engine is empty, so nothing uses {self.requests}")
             if self.staleness:
-                raise ValueError("staleness=1 needs an engine: the run's own devices train meanwhile")
+                raise ValueError(
+                    f"staleness={self.staleness} needs an engine: the run's own devices train meanwhile"
+                )
             return
         entry = self.algorithm_entry
         if self.staleness and (entry.windows or entry.dynamic_sampling):
             raise ValueError(
-                f"staleness=1 is not for algorithm={self.algorithm}: which prompts it samples next follows from this"
-                " batch"
+                f"staleness={self.staleness} is not for algorithm={self.algorithm}: which prompts it samples next"
+                " follows from this batch"
             )
         for address in self.engine:
             _check_address(address)

@@ -84,8 +84,15 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "rollout/staleness": Metric(
             "updates",
-            "mean number of updates between the weights that sampled a response and those that learn from it; null"
+            "mean number of updates between the weights that sampled a token and those that learn from it; null"
             " without an engine",
+        ),
+        "rollout/staleness_max": Metric(
+            "updates", "the largest such number, at most `--staleness`; null without an engine"
+        ),
+        "rollout/continued": Metric(
+            "samples",
+            "number of responses with tokens of several versions of the weights; null without an engine",
         ),
         "rollout/sync_seconds": Metric(
             "s", "writing the weights and waiting until servers have loaded them; null without an engine"
@@ -106,7 +113,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "mismatch/log_prob": Metric(
             "nats a token",
             "mean absolute difference between the log-probabilities of the rollout and of the recompute; with"
-            " `--staleness 1` an update is between them",
+            " `--staleness` updates are between them",
         ),
         "mismatch/log_prob_quantiles": Metric(
             "nats a token", "its quantiles at 0.5, 0.9, 0.99 and 1", listed=True
@@ -221,7 +228,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "time/modelled_balanced_seconds": Metric("s", "the same in a balanced run with uniform routing"),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
         "speed/response_tokens_per_second": Metric(
-            "tokens/s", "sampled tokens over time/generate_seconds; null with `--staleness 1`"
+            "tokens/s", "sampled tokens over time/generate_seconds; null with `--staleness`"
         ),
         "speed/update_tokens_per_second": Metric(
             "tokens/s", "batch/tokens of all epochs over time/update_seconds"
@@ -238,6 +245,8 @@ ALGORITHM_METRICS: Final = (
     "response/unfinished",
     "response/most_policies",
     "rollout/staleness",
+    "rollout/staleness_max",
+    "rollout/continued",
     "rollout/sync_seconds",
     "rollout/sync_bytes",
     "rollout/retried",

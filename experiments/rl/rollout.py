@@ -4,13 +4,15 @@ Most algorithms sample a whole response for every sample of the batch. DAPO samp
 enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
 in the next rollout.
 
-With servers, the next batch can be sampled while the run learns from this one. Its weights are then those before the
-update: it is one update *stale*. The recompute computes its log-probabilities under the newer weights, which losses
-take for the old policy. A resumed run samples its first batch with the weights of the checkpoint.
+With servers, later batches can be sampled while the run learns from this one (`experiments.rl.batches_ahead`). The
+first tokens of their responses then come from weights before the update: they are *stale*. The recompute computes all
+log-probabilities under the newest weights, which losses take for the old policy. A resumed run samples its first
+batches with the weights of the checkpoint.
 """
 
+import functools
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -18,7 +20,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from experiments.engines.embedded import EmbeddedEngine
-from experiments.engines.protocol import Generation, RolloutEngine, Sampling, Sent
+from experiments.engines.protocol import UNSAMPLED, Generation, RolloutEngine, Sampling, Sent
+from experiments.rl.batches_ahead import BatchesAhead
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
 from experiments.rl.generation import Responses, Watch
@@ -70,22 +73,19 @@ class Sampler:
         self.config, self.seed, self.state, self.prompts = config, seed, state, prompts
         self.engine = make_engine(config, state)
         self._sent = Sent()
-        self._background = ThreadPoolExecutor(1) if config.staleness else None
-        self._next: Future[Generation] | None = None
-        """The responses of the next step, if they are sampled already."""
+        steps = config.warmup_steps + config.steps
+        self._ahead = BatchesAhead(config.staleness, steps, self._batch_of) if config.staleness else None
 
     def sync(self) -> None:
-        """Give the engine the weights of the run, after the responses that it is sampling."""
-        if self._next is not None:
-            self._next.result()
+        """Give the engine the weights of the run. Responses that it is sampling carry on under them."""
         sent = self.engine.sync(self.state.agent.policy, self.state.step)
         self._sent = Sent(self._sent.bytes + sent.bytes, self._sent.seconds + sent.seconds)
 
     def close(self) -> None:
         """End what runs beside the run, and free what the engine holds outside of this process."""
         self.engine.close()
-        if self._background is not None:
-            self._background.shutdown()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
         """Sample the responses of the next step, and start to score them.
@@ -106,15 +106,11 @@ class Sampler:
         step = self.state.step
         examples = self.examples(step)
         with clock("generate"):
-            if self._next is None:
-                self.sync()
+            self.sync()
+            if self._ahead is None:
                 generation = self.respond(examples, self._key(step), watch=watch)
             else:
-                generation = self._next.result()
-                self.sync()
-                self._next = None
-        if self._background is not None and step + 1 < self.config.warmup_steps + self.config.steps:
-            self._next = self._background.submit(self.respond, self.examples(step + 1), self._key(step + 1))
+                generation = self._ahead.take(step)
         responses, finished = generation.responses, ~generation.dropped
         scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
@@ -292,6 +288,9 @@ class Sampler:
                 finished=finished,
             )
 
+    def _batch_of(self, step: int) -> Callable[[], Generation]:
+        return functools.partial(self.respond, self.examples(step), self._key(step))
+
     def _generate(
         self,
         prompts: Int[Array, "B P"],
@@ -326,8 +325,15 @@ class Sampler:
             return {}
         tokens = sum(int(each.responses.mask.sum()) for each in generations)
         sent, self._sent = self._sent, Sent()
+        age = np.concatenate(
+            [self.state.step - each.version[each.version != UNSAMPLED] for each in generations]
+        )
+        oldest = int(age.max())
+        assert oldest <= self.config.staleness, f"a token is {oldest} updates old"
         return {
-            "rollout/staleness": float(np.mean([self.state.step - each.version for each in generations])),
+            "rollout/staleness": float(age.mean()),
+            "rollout/staleness_max": oldest,
+            "rollout/continued": sum(int(_has_several(each.version).sum()) for each in generations),
             "rollout/sync_seconds": sent.seconds,
             "rollout/sync_bytes": sent.bytes,
             "rollout/retried": sum(each.retried for each in generations),
@@ -337,6 +343,13 @@ class Sampler:
 
     def _key(self, step: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, PROMPTS), step)
+
+
+def _has_several(version: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, " B"]:
+    """Return True for responses with tokens of several versions of the weights."""
+    sampled = version != UNSAMPLED
+    oldest = np.where(sampled, version, np.iinfo(version.dtype).max).min(1)
+    return sampled.any(1) & (version.max(1) > oldest)
 
 
 def make_engine(config: Train, state: State) -> RolloutEngine:
