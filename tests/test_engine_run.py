@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from test_rl_processes import run
 
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.http import HttpEngine
@@ -250,3 +252,21 @@ def test_a_run_learns_from_sglang_jax(tmp_path):
         assert metrics["routing/changed_share"] <= config.samples / metrics["batch/tokens"]
         folder = tmp_path / f"step-{step}"
         save_pretrained(trainer.state.agent.policy, folder, source=config.model)
+
+
+def test_two_processes_with_a_server_learn_what_one_learns(folder, tmp_path):
+    """Each process asks for half of the samples, and keeps their routes."""
+    options = [["--" + name.replace("_", "-"), str(value)] for name, value in SETTINGS.items()]
+    command = ["-m", "experiments.run", "learn", "--model", folder, *itertools.chain.from_iterable(options)]
+    with own_server(folder, 32, "--nodes", "2", "--ranks-per-node", "4") as (address, _):
+        for processes, staleness in ((1, 0), (2, 0), (2, 1)):
+            out = tmp_path / f"{processes}-{staleness}"
+            options = ["--out", out, "--engine", address, "--staleness", staleness, "--plan-ahead", 1]
+            ended = run(processes, *options, command=command)
+            assert [status for *_, status in ended] == [0] * processes, ended[0][1] + ended[-1][1]
+    one, two, stale = [
+        list(read_metrics(tmp_path / name / "seed-0" / "metrics.jsonl")) for name in ("1-0", "2-0", "2-1")
+    ]
+    np.testing.assert_allclose(learned(one), learned(two), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(learned(one)[0], learned(stale)[0], rtol=1e-4, atol=1e-6)
+    assert [line["rollout/staleness_max"] for line in stale if line["kind"] == "learn"] == [0, 1]

@@ -85,8 +85,8 @@ class HttpEngine:
     def sync(self, policy: LanguageModel, version: int) -> Sent:
         """Write the weights to a folder, and let all servers load it. One that is down does so when it is back.
 
-        All processes of a run call it. The first one writes, and lets servers load. Responses that other threads generate
-        meanwhile are interrupted, and carry on under the new weights.
+        All processes of a run call it. The first one writes, and lets servers load. Responses that other threads
+        generate meanwhile are interrupted, and carry on under the new weights.
 
         Raises:
             EngineError: if the weights cannot be written, a server cannot load them or be interrupted, or no server

@@ -43,8 +43,8 @@ class PlanAhead:
     def watch(self) -> Watch | None:
         """The watch to pass to `experiments.rl.generation.generate`. None if the run does not plan ahead."""
         config = self._config
-        # DAPO may still replace the prompts, so the batch is not known yet. With servers, responses end at other moments
-        # in each process, and all must search from the same counts.
+        # DAPO may still replace the prompts, so the batch is not known yet. With servers, responses end at other
+        # moments in each process, and all must search from the same counts.
         unknown = config.algorithm_entry.dynamic_sampling or (config.engine and process_count() > 1)
         if config.planner not in TUNABLE or config.plan_ahead == 1 or unknown:
             return None

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Int
 
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.protocol import UNSAMPLED, Generation, RolloutEngine, Sampling, Sent
+from experiments.engines.sharing import own_part, share_generation
 from experiments.rl.batches_ahead import BatchesAhead
 from experiments.rl.configs import Train
 from experiments.rl.dapo import choose_prompts, overlong_penalty, rewards_differ
@@ -110,7 +111,8 @@ class Sampler:
             if self._ahead is None:
                 generation = self.respond(examples, self._key(step), watch=watch)
             else:
-                generation = self._ahead.take(step)
+                ahead = self._ahead
+                generation = share_generation(lambda: ahead.take(step), len(examples))
         responses, finished = generation.responses, ~generation.dropped
         scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
@@ -289,7 +291,17 @@ class Sampler:
             )
 
     def _batch_of(self, step: int) -> Callable[[], Generation]:
-        return functools.partial(self.respond, self.examples(step), self._key(step))
+        """Return a function that samples this process's part of a batch, for another thread."""
+        config = self.config
+        prompts, lengths = self.prompts.encode(self.examples(step))
+        return self._part(
+            prompts,
+            lengths,
+            config.response_tokens,
+            self._key(step),
+            None,
+            responses_per_prompt=config.responses_per_prompt,
+        )
 
     def _generate(
         self,
@@ -301,6 +313,22 @@ class Sampler:
         *,
         responses_per_prompt: int = 1,
     ) -> Generation:
+        part = self._part(
+            prompts, lengths, max_new_tokens, key, watch, responses_per_prompt=responses_per_prompt
+        )
+        return share_generation(part, len(prompts)) if self.config.engine else part()
+
+    def _part(
+        self,
+        prompts: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        max_new_tokens: int,
+        key: jax.Array,
+        watch: Watch | None,
+        *,
+        responses_per_prompt: int,
+    ) -> Callable[[], Generation]:
+        """Return a function that samples the responses for which this process asks servers, or all of them."""
         config, tokenizer = self.config, self.prompts.tokenizer
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
@@ -310,10 +338,12 @@ class Sampler:
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
-        return self.engine.generate(
-            prompts,
-            lengths,
-            jax.random.split(key, len(prompts)),
+        own = own_part(len(prompts)) if config.engine else slice(None)
+        return functools.partial(
+            self.engine.generate,
+            prompts[own],
+            lengths[own],
+            jax.random.split(key, len(prompts))[own],
             sampling,
             responses_per_prompt=responses_per_prompt,
             watch=watch,
