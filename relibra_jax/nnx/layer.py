@@ -9,6 +9,7 @@ Expert weights are in home slots, ``[N, G, H, 3, D, F]``. The layer's `Homes` re
 that the layer can detect a plan with different homes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -110,36 +111,32 @@ class MoELayer(nnx.Module):
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
 
-        def make(init: Callable[..., jax.Array], *args: Any, spec: PartitionSpec = REPLICATED) -> jax.Array:
-            return jax.jit(init, out_shardings=None if mesh is None else NamedSharding(mesh, spec))(*args)
+        param_dtype = jnp.dtype(param_dtype)
 
-        def zeros(dtype: DTypeLike) -> jax.Array:
-            return make(lambda: jnp.zeros(num_experts, dtype))
-
-        def router(key):
-            return (jax.random.normal(key, (width, num_experts)) * width**-0.5).astype(param_dtype)
-
-        def experts(key, home):
-            def one(expert):
-                return _swiglu_weights(jax.random.fold_in(key, expert), width, expert_width, param_dtype)
-
-            return jax.vmap(jax.vmap(jax.vmap(one)))(home_layout(home, topology))
+        def make(
+            init: Callable[..., jax.Array], *sizes: Any, spec: PartitionSpec = REPLICATED
+        ) -> Callable[..., jax.Array]:
+            return _compiled(init, sizes, None if mesh is None else NamedSharding(mesh, spec))
 
         home = jnp.arange(num_experts, dtype=jnp.int32) if home is None else jnp.asarray(home, jnp.int32)
-        self.home = Homes(make(lambda home: home, home))
-        self.router = nnx.Param(make(router, rngs.params()))
-        weights = make(experts, rngs.params(), home, spec=spec)
+        self.home = Homes(make(_same)(home))
+        self.router = nnx.Param(make(_router_weights, width, num_experts, param_dtype)(rngs.params()))
+        weights = make(_expert_weights, topology, width, expert_width, param_dtype, spec=spec)(
+            rngs.params(), home
+        )
         # The weights are already sharded. With eager sharding Flax would need a mesh in its context.
         self.experts = ExpertParam(
             weights, out_sharding=tuple(spec), eager_sharding=False, compute_dtype=dtype
         )
-        self.router_bias = nnx.Param(zeros(param_dtype)) if gating.router_bias else None
-        self.correction_bias = CorrectionBias(zeros(jnp.float32)) if gating.correction_bias else None
+        self.router_bias = nnx.Param(make(_zeros, num_experts, param_dtype)()) if gating.router_bias else None
+        self.correction_bias = (
+            CorrectionBias(make(_zeros, num_experts, jnp.dtype(jnp.float32))())
+            if gating.correction_bias
+            else None
+        )
 
-        def shared(key):
-            return _swiglu_weights(key, width, shared_width, param_dtype)
-
-        self.shared = nnx.Param(make(shared, rngs.params())) if shared_width else None
+        shared = make(_swiglu_weights, width, shared_width, param_dtype)
+        self.shared = nnx.Param(shared(rngs.params())) if shared_width else None
 
     @checks_arguments
     def __call__(
@@ -302,7 +299,34 @@ def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
     return LayerPlan(slots, home, jnp.zeros_like(slots), load=None)
 
 
-def _swiglu_weights(key, width: int, hidden: int, dtype: DTypeLike) -> jax.Array:
+@functools.cache
+def _compiled(
+    init: Callable[..., jax.Array], sizes: tuple[Any, ...], sharding: NamedSharding | None
+) -> Callable[..., jax.Array]:
+    """Return an initializer that is compiled once for all layers of these sizes."""
+    return jax.jit(functools.partial(init, *sizes), out_shardings=sharding)
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _zeros(size: int, dtype: np.dtype) -> jax.Array:
+    return jnp.zeros(size, dtype)
+
+
+def _router_weights(width: int, num_experts: int, dtype: np.dtype, key) -> jax.Array:
+    return (jax.random.normal(key, (width, num_experts)) * width**-0.5).astype(dtype)
+
+
+def _expert_weights(topology: Topology, width: int, hidden: int, dtype: np.dtype, key, home) -> jax.Array:
+    def one(expert):
+        return _swiglu_weights(width, hidden, dtype, jax.random.fold_in(key, expert))
+
+    return jax.vmap(jax.vmap(jax.vmap(one)))(home_layout(home, topology))
+
+
+def _swiglu_weights(width: int, hidden: int, dtype: np.dtype, key) -> jax.Array:
     """Draw random weights ``[3, D, F]``; each matrix is scaled by the inverse square root of its input width."""
     scale = np.sqrt([1 / width, 1 / width, 1 / hidden]).astype(np.float32)[:, None, None]
     return (jax.random.normal(key, (3, width, hidden)) * scale).astype(dtype)
