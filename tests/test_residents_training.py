@@ -29,6 +29,8 @@ from relibra_jax.nnx import (
     restore_training,
     save_training,
 )
+from relibra_jax.routing.resident_push import PushSizes
+from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 2, 16, 4, 6, 5, 8, 2
 MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 20
@@ -36,6 +38,16 @@ GATING = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
 BALANCE, LARGEST = 0.1, 0.05
 TX = optax.chain(optax.clip_by_global_norm(LARGEST), optax.adamw(3e-3, eps=1e-5))
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=2)
+SIZES = Capacities(
+    rows=64,
+    flat=ExchangeSizes(pair=32, own=32, send=32, receive=64),
+    node=ExchangeSizes(pair=32, own=32, send=32, receive=32),
+    local=ExchangeSizes(pair=32, own=32, send=32, receive=64),
+    exports=2,
+    export_copies=2,
+    push=PushSizes(exports=4, pair=6, own=4),
+)
+"""Buffer sizes that are large enough for every batch, so that one step serves all."""
 
 
 @functools.cache
@@ -97,7 +109,12 @@ class Run:
         self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
         self.balancer = Balancer(
             PLANNER,
-            ExpertParallel(mesh=mesh, topology=topology, check_rows=True),
+            ExpertParallel(
+                mesh=mesh,
+                topology=topology,
+                capacities=SIZES if topology == TOPOLOGY else None,
+                check_rows=True,
+            ),
             num_layers=LAYERS,
             num_micro_batches=MICRO_BATCHES * UPDATES,  # of each group
             key=jax.random.key(0),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from test_residents_training import LAYERS, SAMPLES, TOKENS, TOPOLOGY, WIDTH, Model
+from test_residents_training import LAYERS, SAMPLES, SIZES, TOKENS, TOPOLOGY, WIDTH, Model
 
 from relibra_jax.execution import expert_mesh
 from relibra_jax.nnx import (
@@ -66,7 +66,7 @@ class Run:
         self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
         self.balancer = Balancer(
             planner,
-            ExpertParallel(mesh=self.mesh, topology=TOPOLOGY),
+            ExpertParallel(mesh=self.mesh, topology=TOPOLOGY, capacities=SIZES),
             num_layers=LAYERS,
             num_micro_batches=2,
             key=jax.random.key(0),
