@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from support.plans import random_planner
 
 from experiments.rl.configs import Train
 from experiments.rl.policy import TINY
 from experiments.rl.trainer import Trainer
-from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax import RoutingReplay, Topology
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.models import make_model, token_log_probs
 from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, check_executed, expert_mesh
@@ -48,7 +49,7 @@ def prepared(pack_sequences, pieces=1):
         mesh=mesh(), topology=TOPOLOGY, check_rows=True, striped=pack_sequences, pieces=pieces
     )
     sequences = "packed" if pack_sequences else "padded"
-    balancer = Balancer(relibra(), parallel, sequences=sequences, **options)
+    balancer = Balancer(random_planner(), parallel, sequences=sequences, **options)
     return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
 
 
