@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.plans import random_planner
 
 from experiments.rl.configs import Train
 from experiments.rl.policy import TINY, ValueHead, token_values
@@ -54,7 +55,7 @@ def prepared(sequences, data=1, **options):
     model = make_model(CONFIG, topology, mesh=mesh, key=jax.random.key(0), shard_dense=data > 1)
     parallel = ExpertParallel(mesh=mesh, topology=topology, check_rows=True, **options)
     balancer = Balancer(
-        *(relibra(), parallel),
+        *(random_planner(), parallel),
         num_layers=2,
         num_micro_batches=MICRO_BATCHES,
         key=jax.random.key(1),
