@@ -242,7 +242,9 @@ def test_prepare_equals_prepare_stages_of_one_stage():
 
 def test_from_ranks_restores_the_order_of_the_batch():
     numbers = np.arange(2 * SAMPLES).reshape(SAMPLES, 2) + 1
-    for stage, own in zip(Run().prepare(), (range(SAMPLES), *PARTS), strict=True):
+    run = Run()
+    stages = run.balancer.prepare_stages(run.model, None, None, STAGES, mask=np.ones((SAMPLES, 2), bool))
+    for stage, own in zip(stages, (range(SAMPLES), *PARTS), strict=True):
         inside = np.isin(np.arange(SAMPLES), own)[:, None]
         np.testing.assert_array_equal(stage.from_ranks({"n": stage.to_ranks(numbers)})["n"], numbers * inside)
     with pytest.raises(
@@ -265,7 +267,7 @@ def test_stages_are_rejected_after_the_next_prepare():
     stages = run.prepare()
     with pytest.raises(ValueError, match="the optimizer has made no step since the previous batch"):
         run.prepare(1)
-    run.update(stages[1], 0, PARTS[0])  # a loop may stop early
+    run.optimizer.step[...] += 1  # a loop may stop early
     run.prepare(1)
     for stage in stages:
         with pytest.raises(ValueError, match="this is batch 1"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -76,7 +75,7 @@ def test_replicas_leave_the_node_only_behind_attention(scale, leaves):
     load, tokens, routes = routed()
     placement = Placement.without_residents(jnp.tile(jnp.arange(8)[None], (LAYERS, 1)), TOPOLOGY)
     request = PlanRequest(load, routes, price=price, tokens=tokens)
-    plan = jax.jit(replicate_for_time, static_argnums=2)(request, placement, TOPOLOGY)
+    plan = replicate_for_time(request, placement, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY, across_nodes=True)
     inside = replicate_experts(request, placement, TOPOLOGY)
     assert (np.asarray(plan.slot_expert) != np.asarray(inside.slot_expert)).any() == leaves
