@@ -219,6 +219,7 @@ def test_to_ranks_puts_sequences_on_the_ranks_of_their_samples():
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 def test_prepare_assigns_samples_unless_assign_is_none():
     run = Run(static(), options=IN_ORDER | {"assign": assign_samples})
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
@@ -329,6 +330,7 @@ def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transf
     assert resumed.balancer.parallel == run.balancer.parallel
 
 
+@pytest.mark.slow
 def test_prepare_chooses_nothing_if_the_plan_is_not_valid(monkeypatch):
     run = run_with_waits(1e6)
     with monkeypatch.context() as patch:

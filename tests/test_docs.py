@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-SLOW_PAGES = ("counts", "comparing-planners", "sharing-a-cluster")
+SLOW_PAGES = ("counts", "comparing-planners", "flax-loop", "sharing-a-cluster", "timescales")
 
 
 @pytest.mark.parametrize(

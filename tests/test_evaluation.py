@@ -96,7 +96,7 @@ def test_run_planner_gives_packed_samples_the_price_and_routes(trace):
     chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.asarray, setting.cost_model.price(TOPOLOGY)))
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
 def test_run_planner_plans_as_a_user_does(trace, layout):
     """The plans are those of `plan_batch` with the keys and the choice of a Balancer, bit for bit."""
     entry = with_samples_assigned("relibra")

@@ -82,6 +82,7 @@ def test_parameters_put_back_over_a_reorder_are_refused():
     assert_equal(logical_params(run.model), kept)
 
 
+@pytest.mark.slow
 def test_training_is_never_taken_for_a_mistake():
     """Six batches in which every weight changes by as much as it is large in the mean."""
     run = Run()

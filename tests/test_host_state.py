@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from experiments.rl.optimizer import make_optimizer
@@ -66,6 +67,7 @@ def stepped(on_host):
     return agent, optimizer
 
 
+@pytest.mark.slow
 def test_steps_on_the_host_are_those_on_the_devices():
     desired, actual = (jax.device_get(nnx.state(each)) for each in (stepped(False), stepped(True)))
     for (path, value), (_, other) in zip(

@@ -144,6 +144,7 @@ def gradients(in_place, runs, groups=1, topology=ONE_NODE):
     return compiled(state, batch, on_ranks), compiled.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "topology"),
     [
@@ -169,6 +170,7 @@ def test_gradients_in_place_of_a_model_that_runs_twice_are_nan():
     assert np.isfinite(gradients(False, 2)[0]["embedding"][...]).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_summed_over_groups_after_the_micro_batches():
     sums = {
         in_place: [line for line in gradients(in_place, 1, 2)[1].splitlines() if SUM_OF_EXPERTS.search(line)]

@@ -204,6 +204,7 @@ def test_moe_layer_equals_the_dense_reference_for_meshes_and_slots(mesh, replica
         check_all(step, plans(mesh, replica_slots, name, resident_slots))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", HIERARCHICAL)
 def test_moe_layer_computes_replicas_of_residents(path):
     """A replica is fetched from the resident on its node, and its gradient is added to the resident's."""
@@ -218,6 +219,7 @@ def test_moe_layer_fetches_replicas_inside_their_node(mesh):
     check_all(run(mesh, 2, "flat", False), plans(mesh, 2, "random"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", HIERARCHICAL)
 def test_moe_layer_runs_the_emulated_ragged_exchange_and_fetch(path):
     for name in ("relibra", "random"):
@@ -233,6 +235,7 @@ def test_moe_layer_runs_the_fitted_exchange(path):
         check_all(run("2x4", 2, path, False, "fitted", resident_slots=1), plans("2x4", 2, name, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "path", "exchange"),
     [
@@ -250,6 +253,7 @@ def test_moe_layer_deals_tokens_to_the_ranks_of_their_node(mesh, path, exchange)
         check_all(step, plans(mesh, 2, name, 1, striped=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "path", "exchange", "striped", "pieces"),
     [

@@ -145,6 +145,7 @@ def test_relibra_makes_no_pushes_that_cost_too_much():
     assert (resident_experts(free, TOPOLOGY) != EMPTY).all()
 
 
+@pytest.mark.slow
 def test_relibra_plans_alike_without_residents_and_without_their_slots():
     """If every push and move is too expensive, the plan equals that without resident slots."""
     load, routes = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)

@@ -119,6 +119,7 @@ def test_check_here_rejects_wrong_and_nondeterministic_results(monkeypatch):
         check_here("mosaic")
 
 
+@pytest.mark.slow
 def test_check_here_checks_the_kernels_of_attention(monkeypatch):
     monkeypatch.setattr(self_check, "ATTENTION", ((100, 8, "bfloat16"), (60, 12, "float32")))
     monkeypatch.setattr(self_check, "REPEATS", 1)
