@@ -151,7 +151,7 @@ def versions(generation):
 def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
     generation = generate(engine(at_once=3))
     check(generation)
-    assert generation.retried == generation.filled == 0
+    assert generation.retried == generation.filled.sum() == 0
     requests = [request for server in servers.values() for request in server.requests]
     seeds = [request["sampling_params"]["sampling_seed"] for request in requests]
     assert len(set(seeds)) == len(requests) == SAMPLES
@@ -169,6 +169,29 @@ def test_samples_go_to_all_servers_each_with_a_seed_of_its_own(engine, servers):
     }
     assert requests[0]["return_logprob"]
     assert requests[0]["return_routed_experts"]
+
+
+def test_samples_of_length_0_are_not_asked_for(engine, servers):
+    one, lengths = engine(), np.where(np.arange(SAMPLES) == 4, 3, 0)
+    one.sync(POLICY, 0)
+    generation = one.generate(PROMPTS, lengths, KEYS, SAMPLING)
+    assert generation.responses.mask.sum(1).tolist() == [6 if sample == 4 else 0 for sample in range(SAMPLES)]
+    assert sum(len(server.requests) for server in servers.values()) == 1
+    assert not generation.dropped.any()
+
+
+def test_the_next_turn_of_a_sample_goes_to_the_same_server(engine, servers):
+    """There its prefix may still be known. In between no server is told to forget it."""
+    one = engine()
+    generate(one)
+    first = {address: [each["input_ids"] for each in server.requests] for address, server in servers.items()}
+    for server in servers.values():
+        server.requests.clear()
+    order = np.arange(SAMPLES) % 3 > 0
+    one.generate(np.pad(PROMPTS, ((0, 0), (0, 1))), np.where(order, 4, 0), KEYS, SAMPLING)
+    for address, server in servers.items():
+        assert all(request["input_ids"][:3] in first[address] for request in server.requests)
+        assert len(server.loaded) == 1
 
 
 def test_servers_that_take_keys_get_the_random_keys(engine, servers):

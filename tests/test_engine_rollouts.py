@@ -54,7 +54,7 @@ class FakeEngine:
         responses = Responses(tokens, mask, response_mask, ids, log_probs, mask.any(1))
         version = np.where(at == lengths[:, None], self.version - self.older, self.version)
         version = np.where(response_mask, version, -1)
-        return Generation(responses, version, ~mask.any(1), filled=mask.any(1).sum())
+        return Generation(responses, version, ~mask.any(1), filled=mask.any(1))
 
     def close(self):
         self.calls.append("close")

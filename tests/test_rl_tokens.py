@@ -180,6 +180,42 @@ def test_load_tokenizer_applies_the_chat_template(checkpoint, bpe):
     assert tokenizer.encode_answer("3") == [*bpe.encode("3").ids, bpe.token_to_id(END)]
 
 
+SPACED = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }} {{ eos_token }}{% endfor %}[assistant]"
+"""A template with a blank before the ends of messages, like that of Llama 2."""
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHAT, TURN_END), (SPACED, END)], ids=["chat", "spaced"])
+def test_replies_continue_the_chat_of_the_template(checkpoint, bpe, template, end):
+    """Prompt, turn and reply are the template's chat of three messages. The end of the turn is there once."""
+    tokenizer = load_tokenizer(checkpoint(template, eos_token=end))
+    answer, reply = tokenizer.encode_answer("2 + 2 ="), tokenizer.encode_reply("4 is\nit")
+    text = bpe.decode([*tokenizer.encode_prompt("?"), *answer, *reply], skip_special_tokens=False)
+    whole = chat_renderer(template, {"bos_token": START, "eos_token": end}, place="a template")
+    assert text == whole("?", "2 + 2 =", "4 is\nit").replace(f"= {end}", f"={end}")
+    assert tokenizer.decode_turns([*answer, *tokenizer.encode_answer("4")]) == ["2 + 2 =", "4"]
+
+
+def test_replies_without_a_chat_template_are_plain_text(checkpoint, bpe):
+    assert load_tokenizer(checkpoint()).encode_reply(TEXT) == bpe.encode(TEXT, add_special_tokens=False).ids
+    assert BYTES.encode_reply("é") == [195, 169]
+
+
+@pytest.mark.parametrize(
+    ("template", "refusal"),
+    [
+        ("{{ messages[0].content }}", "leaves out the assistant's message before the last of the user$"),
+        (
+            "{% if messages|length > 1 %}{{ raise_exception('once') }}{% endif %}",
+            r"chat_template\.jinja: once$",
+        ),
+    ],
+)
+def test_templates_that_take_no_reply_are_rejected_when_replies_are_encoded(checkpoint, template, refusal):
+    tokenizer = load_tokenizer(checkpoint(template))
+    with pytest.raises(ValueError, match=refusal):
+        tokenizer.encode_reply("?")
+
+
 TODAY = datetime.datetime.now().strftime("%Y")
 
 

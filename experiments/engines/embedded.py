@@ -66,7 +66,8 @@ class EmbeddedEngine:
             **sampling._asdict(),
         )
         version = np.where(responses.response_mask, self._version, UNSAMPLED)
-        return Generation(responses, version, np.zeros(len(prompts), bool))
+        zeros = np.zeros(len(prompts), np.int32)
+        return Generation(responses, version, dropped=zeros > 0, filled=zeros)
 
     def close(self) -> None:
         """Do nothing: the devices belong to the run."""

@@ -80,6 +80,8 @@ class HttpEngine:
         self._events = EventLoop()
         self._folders = WeightFolders(source, settings.weights)
         self._version: int | None = None
+        self._answered: dict[int, str] = {}
+        """The address of the server that answered each sample last. It may still have the prefix of its next turn."""
         self._closed = threading.Event()
 
     def sync(self, policy: LanguageModel, version: int) -> Sent:
@@ -156,7 +158,8 @@ class HttpEngine:
             background.start_soon(self._servers.revive)
             async with anyio.create_task_group() as samples:
                 for sample, key in enumerate(keys):
-                    samples.start_soon(self._sample, batch, sample, key)
+                    if batch.lengths[sample]:
+                        samples.start_soon(self._sample, batch, sample, key)
             background.cancel_scope.cancel()
 
     async def _watch_for_end(self) -> None:
@@ -169,7 +172,7 @@ class HttpEngine:
         """Ask for one sample until it is complete, and after a bad answer another server if there is one."""
         failed, attempts, changed, servers = set[str](), 0, 0, self._servers
         while not batch.segments[sample].complete:
-            async with servers.borrow(failed) as server:
+            async with servers.borrow(failed, self._answered.get(sample)) as server:
                 weights, interrupts, dialect = servers.weights, servers.interrupts, server.dialect
                 assert weights is not None
                 assert dialect is not None, "servers are recognised before they are up"
@@ -177,6 +180,7 @@ class HttpEngine:
                 try:
                     answer = await server.post(dialect.path, request)
                     batch.add(sample, dialect, answer, weights, interrupted=servers.interrupts > interrupts)
+                    self._answered[sample] = server.address
                 except (ServerDown, BadAnswer) as error:
                     attempts += 1
                     failed.add(server.address)
@@ -203,7 +207,7 @@ class _Batch:
         config: ModelConfig,
         watch: Watch | None,
     ):
-        self._prompts, self._lengths, self._sampling, self._config = prompts, lengths, sampling, config
+        self._prompts, self.lengths, self._sampling, self._config = prompts, lengths, sampling, config
         self._watch = watch
         self.segments = [
             Segments(prompt[:length], sampling) for prompt, length in zip(prompts, lengths, strict=True)
@@ -276,13 +280,13 @@ class _Batch:
         mask, response_mask = np.zeros(shape, bool), np.zeros(shape, bool)
         log_probs = np.zeros(shape, np.float32)
         ids = np.zeros((*shape, config.moe_layers, config.top_k), id_dtype(config.num_experts))
-        ended, dropped = np.zeros(samples, bool), np.ones(samples, bool)
-        versions, filled = np.full(shape, UNSAMPLED, np.int32), 0
+        ended, dropped = np.zeros(samples, bool), self.lengths > 0
+        versions, filled = np.full(shape, UNSAMPLED, np.int32), np.zeros(samples, np.int32)
         for sample, segments in enumerate(self.segments):
             if not segments.complete:
                 continue
             answer, version = segments.join()
-            start = int(self._lengths[sample])
+            start = int(self.lengths[sample])
             end = start + len(answer.tokens)
             tokens[sample, :start] = self._prompts[sample, :start]
             tokens[sample, start:end] = answer.tokens
@@ -291,7 +295,6 @@ class _Batch:
             log_probs[sample, start:end] = answer.log_probs
             ids[sample, :end] = answer.expert_ids
             ended[sample], dropped[sample] = answer.ended, False
-            versions[sample, start:end] = version
-            filled += answer.filled
+            versions[sample, start:end], filled[sample] = version, answer.filled
         responses = Responses(tokens, mask, response_mask, ids, log_probs, ended)
-        return Generation(responses, versions, dropped, self.retried, filled)
+        return Generation(responses, versions, dropped, filled, self.retried)

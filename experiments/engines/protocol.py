@@ -60,10 +60,12 @@ class Generation(NamedTuple):
     """The version of the weights that sampled each token, `UNSAMPLED` for tokens that were not sampled."""
     dropped: Bool[np.ndarray, " B"]
     """True for samples without a response, whose answers were all bad. Their masks are False everywhere."""
+    filled: Int[np.ndarray, " B"]
+    """The number of tokens of each response without a route, which have that of the token before."""
     retried: int = 0
     """The number of answers that were bad or did not come, and were asked for again."""
-    filled: int = 0
-    """The number of tokens without a route, which have that of the token before."""
+    failures: tuple[str, ...] = ()
+    """A text for each sample that was dropped because the task failed to reply to it (`experiments.rl.turns`)."""
 
 
 @runtime_checkable
@@ -95,7 +97,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: the prompts, aligned to the left.
-            lengths: the number of tokens in each prompt.
+            lengths: the number of tokens in each prompt, 0 for samples that need no response.
             keys: the random key of each sample.
             sampling: how tokens are drawn.
             responses_per_prompt: the number of successive samples with the same prompt.

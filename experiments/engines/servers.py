@@ -220,16 +220,19 @@ class Servers:
         self._notify()
 
     @asynccontextmanager
-    async def borrow(self, avoid: Set[str] = frozenset()) -> AsyncIterator[Server]:
+    async def borrow(
+        self, avoid: Set[str] = frozenset(), favourite: str | None = None
+    ) -> AsyncIterator[Server]:
         """Wait for a server with room for a request, and count the request for it.
 
         Args:
             avoid: the addresses of servers to take only if no other is up.
+            favourite: the address of the server to take if it has room. None for the one with the fewest requests.
 
         Raises:
             EngineError: if no server has been up for longer than the settings allow.
         """
-        server = await self._wait_for_room(avoid)
+        server = await self._wait_for_room(avoid, favourite)
         server.requests += 1
         try:
             yield server
@@ -294,13 +297,13 @@ class Servers:
         if server.down is not None or server.version != version:
             await server.load(folder, version)
 
-    async def _wait_for_room(self, avoid: Set[str]) -> Server:
+    async def _wait_for_room(self, avoid: Set[str], favourite: str | None) -> Server:
         while True:
             up = self._up
             wanted = [server for server in up if server.address not in avoid] or up
             free = [server for server in wanted if server.requests < self._settings.at_once]
             if free and not self._held:
-                return min(free, key=lambda server: server.requests)
+                return min(free, key=lambda server: (server.address != favourite, server.requests))
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:

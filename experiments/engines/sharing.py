@@ -64,12 +64,12 @@ def share_generation(part: Callable[[], Generation], samples: int) -> Generation
 
     rest = responses._replace(expert_ids=responses.ended)._asdict()
     rest.pop("own")
-    whole, version, dropped = add_up(jax.tree.map(place, (rest, generation.version, generation.dropped)))
-    retried, filled = add_up((np.int32(generation.retried), np.int32(generation.filled)))
+    parts = (rest, generation.version, generation.dropped, generation.filled)
+    whole, version, dropped, filled = add_up(jax.tree.map(place, parts))
     return Generation(
         type(responses)(**{**whole, "expert_ids": responses.expert_ids}, own=own),
         version,
         dropped,
-        int(retried),
-        int(filled),
+        filled,
+        int(add_up(np.int32(generation.retried))),
     )

@@ -11,6 +11,9 @@ response of l tokens has one reward R, at its end; gamma is the discount and lam
     delta_t = r_t + gamma V_{t+1} - V_t          r_t = R at t = l - 1, else 0
     A_t     = delta_t + gamma lambda A_{t+1}     A_l = 0
 
+Only tokens that the policy sampled count: after the last token of a turn comes the first of its next turn, whose value
+is that of the state after the reply between them.
+
 After a finished response no reward can follow, so V_l = 0. An unfinished response, which a window cut off, has no known
 reward yet. T-PPO's extended generalized advantage estimation (arXiv:2506.15050) assumes that its value does not change
 at the cut: V_l = V_{l-1}.
@@ -73,7 +76,7 @@ def generalized_advantages(
     Args:
         values: the value of the state before each token, finite on the tokens of responses.
         rewards: the reward of each response, given at its last token. The rewards of unfinished responses are not read.
-        response_mask: True on the tokens of responses, which are next to each other.
+        response_mask: True on the tokens of responses. Replies may lie between them.
         finished: False for unfinished responses.
         discount: gamma, the discount of a reward for every token that it comes later.
         decay: lambda, the decay of later temporal differences.
@@ -95,8 +98,9 @@ def generalized_advantages(
         # After the last token comes the reward; or, in an unfinished response, the same value again.
         at_end = jnp.where(finished, rewards, discount * value)
         delta = jnp.where(has_next, discount * next_value, at_end) - value
-        advantage = jnp.where(in_response, delta + discount * decay * advantage, 0)
-        return (advantage, value, in_response), advantage
+        following = (delta + discount * decay * advantage, value, True)
+        carry = tuple(jnp.where(in_response, *pair) for pair in zip(following, carry, strict=True))
+        return carry, jnp.where(in_response, following[0], 0)
 
     zeros = jnp.zeros_like(rewards)
     carry = (zeros, zeros, jnp.zeros(finished.shape, bool))
@@ -111,7 +115,7 @@ def discounted_returns(
 
     Args:
         rewards: the reward of each response, given at its last token.
-        response_mask: True on the tokens of responses, which are next to each other.
+        response_mask: True on the tokens of responses. Replies may lie between them.
         discount: gamma, the discount of a reward for every token that it comes later.
 
     Returns:

@@ -7,6 +7,7 @@ with limits of time and of size.
 """
 
 import functools
+import itertools
 import json
 import resource
 import select
@@ -50,8 +51,8 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: str) -> Callable[[str], str]:
-    """Compile a chat template into a function that renders a prompt as the only message of a chat.
+def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: str) -> Callable[..., str]:
+    """Compile a chat template into a function that renders a chat.
 
     Args:
         template: the Jinja source of the template.
@@ -59,9 +60,10 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: st
         place: the origin of the template, for error messages.
 
     Returns:
-        A function from a prompt to the text of the chat, up to the start of the assistant's response. It raises
-        ValueError, with the template's message, if the template raises, takes more than `MOST_SECONDS`, or gives more
-        than `MOST_CHARACTERS`.
+        A function from the texts of the messages, the first from the user, the second from the assistant and so on in
+        turn, to the text of the chat, up to the start of the assistant's next response. It raises ValueError, with the
+        template's message, if the template raises, takes more than `MOST_SECONDS`, or gives more than
+        `MOST_CHARACTERS`.
 
     Raises:
         ValueError: if the template is too long or not valid Jinja. The message names the line.
@@ -69,12 +71,14 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: st
     >>> template = "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
     >>> chat_renderer(template, {"bos_token": "<s>"}, place="a template")("How many?")
     '<s>[user] How many?'
+    >>> chat_renderer(template, {"bos_token": "<s>"}, place="a template")("How many?", "Two.", "And now?")
+    '<s>[user] How many?[assistant] Two.[user] And now?'
     """
     if len(template) > MOST_CHARACTERS:
         raise ValueError(f"{place}: a template of {len(template)} characters; at most {MOST_CHARACTERS}")
     renderer = _Renderer(place)
     renderer.ask({"template": template, "special_tokens": dict(special_tokens)})
-    return lambda prompt: renderer.ask({"prompt": prompt})
+    return lambda *texts: renderer.ask({"texts": texts})
 
 
 class _Renderer:
@@ -122,14 +126,14 @@ def _end(process: subprocess.Popen) -> None:
 def _answer_requests() -> None:
     """Answer requests, a line each, in the process of a `_Renderer`."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    render: Callable[[str], str] | None = None
+    render: Callable[[list[str]], str] | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if render is None:
                 render, text = _compile(request["template"], request["special_tokens"]), ""
             else:
-                text = render(request["prompt"])
+                text = render(request["texts"])
             answer = {"text": text}
         except TemplateSyntaxError as error:
             answer = {"error": f", line {error.lineno}: {_one_line(error)}"}
@@ -138,7 +142,7 @@ def _answer_requests() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], str]:
+def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[list[str]], str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -146,8 +150,9 @@ def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[str]
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     compiled = environment.from_string(template)
 
-    def render(prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
+    def render(texts: list[str]) -> str:
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         return compiled.render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
         )

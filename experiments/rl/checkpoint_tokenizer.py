@@ -7,7 +7,7 @@ none). The chat template is ``chat_template.jinja``, or ``chat_template`` of ``t
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from experiments.rl.tokens import Tokenizer
 from relibra_jax.support.json_text import parse_json
@@ -15,13 +15,17 @@ from relibra_jax.support.json_text import parse_json
 if TYPE_CHECKING:
     import tokenizers
 
+TURN: Final = "\ue000"
+"""The text that stands for the policy's turn when a template renders a reply: a character of private use."""
+
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint, with its chat template if it has one.
 
-    With a chat template, a prompt is the only message of a chat. Without one, it is plain text, preceded by
-    what ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this ignores ``add_bos_token`` of
-    ``tokenizer_config.json``.
+    With a chat template, a prompt is the first message of a chat, and a reply is a further message of the user: every
+    template has users, but tools only answer calls in the model's own format. Without one, both are plain text, and
+    a prompt is preceded by what ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this
+    ignores ``add_bos_token`` of ``tokenizer_config.json``.
 
     Args:
         folder: the folder of the checkpoint, with ``tokenizer.json``.
@@ -39,9 +43,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     special_tokens = _special_tokens(settings)
     ends = _ends(folder, backend, special_tokens)
     pad, bos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("pad_token", "bos_token"))
+    encode_prompt, encode_reply = _encoders(folder, backend, settings, special_tokens, ends)
     tokenizer = Tokenizer(
-        encode_prompt=_prompt_encoder(folder, backend, settings, special_tokens, ends),
+        encode_prompt=encode_prompt,
         encode_text=lambda text: backend.encode(text, add_special_tokens=False).ids,
+        encode_reply=encode_reply,
         decode_text=lambda tokens: backend.decode(tokens, skip_special_tokens=True),
         ends=ends,
         pad=ends[0] if pad is None else pad,
@@ -120,22 +126,43 @@ def _ends(
     return tuple(dict.fromkeys(ends))
 
 
-def _prompt_encoder(
+def _encoders(
     folder: Path,
     backend: "tokenizers.Tokenizer",
     settings: Mapping[str, Any],
     special_tokens: Mapping[str, str],
     ends: tuple[int, ...],
-) -> Callable[[str], list[int]]:
+) -> tuple[Callable[[str], list[int]], Callable[[str], list[int]]]:
+    """Make the functions that encode a prompt and a reply."""
     template, place = _chat_template(folder, settings)
+
+    def encode_text(text: str) -> list[int]:
+        return backend.encode(text, add_special_tokens=False).ids
+
     if template is not None:
         from experiments.rl.chat_templates import chat_renderer
 
         render = chat_renderer(template, special_tokens, place=place)
-        # The template writes all special tokens itself.
-        return lambda prompt: backend.encode(render(prompt), add_special_tokens=False).ids
 
-    def encode(prompt: str) -> list[int]:
+        def encode_reply(reply: str) -> list[int]:
+            _, turn, rest = render("?", TURN, reply).partition(TURN)
+            if not turn:
+                raise ValueError(
+                    f"{place}: it leaves out the assistant's message before the last of the user"
+                )
+            tokens = encode_text(rest)
+            # The policy's turn has its end already. Templates may put blanks before it.
+            for end, token in enumerate(tokens):
+                if token in ends:
+                    return tokens[end + 1 :]
+                if backend.decode([token], skip_special_tokens=False).strip():
+                    break
+            return tokens
+
+        # The template writes all special tokens itself.
+        return lambda prompt: encode_text(render(prompt)), encode_reply
+
+    def encode_prompt(prompt: str) -> list[int]:
         encoding = backend.encode(prompt)
         tokens, added = encoding.ids, encoding.special_tokens_mask
         # The response follows the prompt, so drop an end token that the tokenizer added after the text.
@@ -143,7 +170,7 @@ def _prompt_encoder(
             tokens.pop()
         return tokens
 
-    return encode
+    return encode_prompt, encode_text
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:

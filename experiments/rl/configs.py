@@ -49,6 +49,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict.fromkeys(("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps"), 0),
         **dict.fromkeys(("prompts", "prompt_tokens", "response_tokens", "window", "watch_every"), 1),
+        **dict.fromkeys(("turns", "turn_tokens"), 1),
         **dict.fromkeys(("updates", "epochs", "micro_batches", "recompute_micro_batches"), 1),
         **dict.fromkeys(("checkpoint_every", "evaluate_every", "data", "fsdp"), 1),
         **dict.fromkeys(("wave_samples", "chunk_tokens"), 1),
@@ -70,7 +71,7 @@ class Train:
     """
 
     task: str = "count"
-    """The task: copy, reverse, add, count or numbers (built in), or the name of a task of reasoning-gym."""
+    """The task: copy, reverse, add, count, numbers or calculator (built in), or the name of a task of reasoning-gym."""
     policy: str = "tiny"
     """The model to train from random weights: tiny or small."""
     model: Path | None = None
@@ -133,6 +134,12 @@ class Train:
     """The maximum number of tokens in a prompt. Examples with longer prompts are skipped."""
     response_tokens: int = 4
     """The maximum number of tokens in a response, its end included. Examples with longer answers are skipped."""
+    turns: int = 1
+    """The largest number of turns of a response, for tasks that reply to turns, such as calculator.
+    A response of several turns has at most ``response_tokens`` tokens with all replies."""
+    turn_tokens: int | None = None
+    """The largest number of tokens that the policy writes in one of several turns, its end included.
+    A turn starts only if the response has room for so many. None for responses of one turn."""
     window: int | None = None
     """The number of tokens that T-PPO adds to a response in one rollout. ``response_tokens`` must be a multiple of it.
     The next rollout continues the responses that have not ended."""
@@ -221,6 +228,7 @@ class Train:
         self._check_planner()
         self._check_algorithm()
         self._check_window()
+        self._check_turns()
         self._check_routing()
         self._check_engine()
         self._check_memory()
@@ -379,6 +387,30 @@ class Train:
             raise ValueError(
                 "algorithm=tppo needs routing=rollout: it replays the routing of the policies that sampled the tokens,"
                 " and routing=recompute records the routing of all tokens again"
+            )
+
+    def _check_turns(self) -> None:
+        """Check the settings of responses with several turns."""
+        if (self.turns > 1) != (self.turn_tokens is not None):
+            raise ValueError(
+                f"turns={self.turns} with turn_tokens={self.turn_tokens}: several turns need turn_tokens, and one turn"
+                " has none"
+            )
+        if self.turn_tokens is None:
+            return
+        if self.turn_tokens >= self.response_tokens:
+            raise ValueError(
+                f"turn_tokens={self.turn_tokens} must be below response_tokens={self.response_tokens}: a second turn"
+                " needs room for so many tokens after the first"
+            )
+        if self.algorithm_entry.windows:
+            raise ValueError(
+                f"turns={self.turns} is not for algorithm={self.algorithm}: its windows cut turns off"
+            )
+        if self._plans_ahead:
+            raise ValueError(
+                f"turns={self.turns}: responses whose turn has ended may go on, so plan_ahead={self.plan_ahead} cannot"
+                " plan for them during generation"
             )
 
     def _check_routing(self) -> None:

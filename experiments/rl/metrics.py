@@ -63,8 +63,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "number of prompts in the batch whose responses all had the same reward, for lack of others; null except"
             " in DAPO",
         ),
-        "response/tokens": Metric("tokens", "mean length of a response so far, its end included"),
-        "response/longest": Metric("tokens", "length of the longest response"),
+        "response/tokens": Metric(
+            "tokens", "mean length of a response so far, its end included, without replies"
+        ),
+        "response/longest": Metric("tokens", "length of the longest response, without replies"),
         "response/ended_share": Metric("share", "share of responses that an end token ended"),
         "response/decoding_steps": Metric(
             "tokens", "maximum number of tokens that this step added to a response"
@@ -72,6 +74,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "response/slots_used_share": Metric(
             "share",
             "share of decoding slots (samples x decoding steps, by wave, in DAPO of all samples) that sampled a token",
+        ),
+        "response/turns": Metric("turns", "mean number of turns of a response; null with `--turns 1`"),
+        "response/reply_tokens": Metric(
+            "tokens", "mean number of tokens of all replies to a response; null with `--turns 1`"
         ),
         "response/carried": Metric(
             "samples", "number of responses that earlier rollouts began; null except in T-PPO"
@@ -241,6 +247,8 @@ ALGORITHM_METRICS: Final = (
     "reward/overlong",
     "reward/replaced_prompts",
     "reward/equal_prompts",
+    "response/turns",
+    "response/reply_tokens",
     "response/carried",
     "response/unfinished",
     "response/most_policies",
@@ -256,7 +264,7 @@ ALGORITHM_METRICS: Final = (
     "critic/explained_variance",
     "critic/not_finite",
 )
-"""The metrics of some algorithms or engines only, null in the lines of the others."""
+"""The metrics of some algorithms, engines or several turns only, null in the lines of the others."""
 
 
 def names_of(kind: str) -> frozenset[str]:

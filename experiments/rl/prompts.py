@@ -1,10 +1,10 @@
-"""The prompts of a run, drawn from a task by a seed. Examples that are too long are skipped."""
+"""The prompts and supervised samples of a run, drawn from a task by a seed. Examples that are too long are skipped."""
 
 import itertools
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
@@ -23,10 +23,20 @@ class Prompts:
         config: the settings of the run.
         task: the task.
         tokenizer: the policy's tokenizer.
+
+    Raises:
+        ValueError: if responses have several turns, but the task or the tokenizer has no replies.
     """
 
     def __init__(self, config: Train, task: Task, tokenizer: Tokenizer):
         self.config, self.task, self.tokenizer = config, task, tokenizer
+        if config.turns > 1:
+            if task.reply is None:
+                raise ValueError(
+                    f"turns={config.turns} needs a task that replies to turns, and task {task.name!r} does not"
+                )
+            # A chat template that rejects all replies fails here, before the model is made.
+            tokenizer.encode_reply("?")
 
     def groups(self, seed: tuple[int, ...]) -> list[Example]:
         """Draw the examples of a batch, each repeated for all its responses. Equal seeds give equal examples."""
@@ -50,15 +60,27 @@ class Prompts:
         for times in (1, MORE_EXAMPLES):
             examples = self.task.sample(seed, times * count)
             lengths = np.array([self._lengths(example) for example in examples])
-            fits = (lengths <= (config.prompt_tokens, config.response_tokens)).all(1)
+            most = (
+                config.prompt_tokens,
+                config.turn_tokens or config.response_tokens,
+                config.response_tokens,
+            )
+            fits = (lengths <= most).all(1)
             fitting = list(itertools.compress(examples, fits))
             if len(fitting) >= count:
                 return fitting[:count]
         longest = lengths.max(0)
+        limits = f"prompt_tokens={config.prompt_tokens} and response_tokens={config.response_tokens}"
+        found = f"the longest prompt has {longest[0]} tokens and the longest answer {longest[1]}"
+        if config.turn_tokens is not None:
+            limits += f" with turn_tokens={config.turn_tokens}"
+            found = (
+                f"the longest prompt has {longest[0]} tokens, the longest turn {longest[1]}, and responses need room"
+                f" for {longest[2]}"
+            )
         raise ValueError(
-            f"task {self.task.name!r}: only {len(fitting)} of {len(examples)} examples fit prompt_tokens="
-            f"{config.prompt_tokens} and response_tokens={config.response_tokens}, and {count} are needed; the longest"
-            f" prompt has {longest[0]} tokens and the longest answer {longest[1]}"
+            f"task {self.task.name!r}: only {len(fitting)} of {len(examples)} examples fit {limits}, and {count} are"
+            f" needed; {found}"
         )
 
     def encode(self, examples: list[Example]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
@@ -68,10 +90,55 @@ class Prompts:
         check_same(tokens, "prompts")
         return tokens, np.array([len(prompt) for prompt in prompts], np.int32)
 
-    def _lengths(self, example: Example) -> tuple[int, int]:
-        """Count the tokens of an example's prompt and answer."""
-        tokenizer = self.tokenizer
-        return len(tokenizer.encode_prompt(example.prompt)), len(tokenizer.encode_answer(example.answer))
+    def supervise(
+        self, examples: list[Example]
+    ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+        """Encode examples with correct responses, for the warm-up.
+
+        Returns:
+            The tokens of prompts and responses, aligned to the left, the mask of these tokens, and the mask of those
+            that the policy writes.
+        """
+        parts = [
+            [(self.tokenizer.encode_prompt(example.prompt), False), *self._response(example)]
+            for example in examples
+        ]
+        texts = [[token for tokens, _ in row for token in tokens] for row in parts]
+        tokens = self.tokenizer.pad_sequences(texts, self.config.prompt_tokens + self.config.response_tokens)
+        check_same(tokens, "supervised samples")
+        mask, written = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+        for sample, row in enumerate(parts):
+            flags = [flag for tokens, flag in row for _ in tokens]
+            mask[sample, : len(flags)], written[sample, : len(flags)] = True, flags
+        return tokens, mask, written
+
+    def _response(self, example: Example) -> list[tuple[list[int], bool]]:
+        """Encode a correct response: the policy's turns and the replies between them, and which the policy writes."""
+        texts = (*example.turns[: self.config.turns - 1], example.answer)
+        parts = [(self.tokenizer.encode_answer(texts[0]), True)]
+        for number in range(1, len(texts)):
+            assert self.task.reply is not None
+            reply = self.task.reply(texts[:number], example)
+            if reply is None:
+                raise ValueError(
+                    f"task {self.task.name!r}: no reply to turns {list(texts[:number])} of its example"
+                    f" {example.prompt!r}, so its answer could not follow"
+                )
+            parts += [
+                (self.tokenizer.encode_reply(reply), False),
+                (self.tokenizer.encode_answer(texts[number]), True),
+            ]
+        return parts
+
+    def _lengths(self, example: Example) -> tuple[int, int, int]:
+        """Count the tokens of an example's prompt and of its longest turn, and the room that its response needs.
+
+        A turn only starts if there is room for ``turn_tokens``.
+        """
+        prompt, parts = self.tokenizer.encode_prompt(example.prompt), self._response(example)
+        turns = [len(tokens) for tokens, written in parts if written]
+        room = sum(len(tokens) for tokens, _ in parts[:-1]) + (self.config.turn_tokens or turns[-1])
+        return len(prompt), max(turns), room
 
 
 def find_tokenizer(config: Train) -> Tokenizer:

@@ -55,7 +55,7 @@ def score_responses(
         examples: the example that each sample responds to.
         tokens: the prompt and the response of each sample.
         response_mask: True on sampled tokens.
-        tokenizer: the tokenizer that decodes the sampled tokens.
+        tokenizer: the tokenizer that decodes the sampled tokens. The task scores their last turn.
         finished: False for unfinished responses, which get no reward yet. None if all have finished.
 
     Returns:
@@ -71,7 +71,7 @@ def score_responses(
     reward, failures = np.zeros(len(examples), np.float32), []
     for sample in np.flatnonzero(scored):
         example, sampled = examples[sample], np.asarray(tokens[sample])[response_mask[sample]]
-        completion = tokenizer.decode(sampled.tolist())
+        completion = tokenizer.decode_turns(sampled.tolist())[-1]
         try:
             value = float(task.score(completion, example))
             if not math.isfinite(value):

@@ -2,7 +2,7 @@
 
 Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to more prompts, until
 enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
-in the next rollout.
+in the next rollout. Responses of several turns are sampled turn after turn (`experiments.rl.turns`).
 
 With servers, later batches can be sampled while the run learns from this one (`experiments.rl.batches_ahead`). The
 first tokens of their responses then come from weights before the update: they are *stale*. The recompute computes all
@@ -11,7 +11,7 @@ batches with the weights of the checkpoint.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +33,7 @@ from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
+from experiments.rl.turns import count_tokens_run, measure_turns, respond_in_turns
 from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, join_windows
 from relibra_jax.contract.types import Array
 
@@ -114,15 +115,18 @@ class Sampler:
                 ahead = self._ahead
                 generation = share_generation(lambda: ahead.take(step), len(examples))
         responses, finished = generation.responses, ~generation.dropped
-        scoring = executor.submit(self.score, examples, responses, clock, finished)
+        scoring = executor.submit(self.score, examples, responses, clock, finished, generation.failures)
         return Rollout(
             responses,
             new_mask=responses.response_mask,
             finished=np.ones(len(examples), bool),
             rewards=lambda: share_rewards(scoring.result()),
             carried=None,
-            tokens_run=int(responses.mask.sum()),
-            metrics=self._measure([generation]),
+            tokens_run=self._tokens_run(responses),
+            metrics={
+                **self._measure([generation]),
+                **self._measure_turns(responses, self.config.samples_at_once),
+            },
         )
 
     def _dynamic_sampling(self, executor: Executor, clock: StepClock) -> Rollout:
@@ -141,7 +145,9 @@ class Sampler:
             generations.append(generation)
             responses, finished = generation.responses, ~generation.dropped
             with clock("score_wait"):
-                scoring = executor.submit(self.score, examples, responses, clock, finished)
+                scoring = executor.submit(
+                    self.score, examples, responses, clock, finished, generation.failures
+                )
                 rewards = share_rewards(scoring.result())
             rollouts.append((responses, rewards))
             differ = np.append(differ, rewards_differ(rewards, responses_per_prompt=per_prompt))
@@ -151,7 +157,8 @@ class Sampler:
         responses = choose_samples(join_responses(all_responses), samples)
         reward = np.concatenate([rewards.reward for rewards in all_rewards])
         scored = np.concatenate([rewards.scored for rewards in all_rewards])
-        penalty = overlong_penalty(responses.response_mask.sum(1), config.response_tokens, config.dapo)
+        lengths = responses.mask.sum(1) - responses.response_mask.argmax(1)  # replies count
+        penalty = overlong_penalty(lengths, config.response_tokens, config.dapo)
         shaped = Rewards(
             np.where(scored[samples], reward[samples] - penalty, 0),
             scored[samples],
@@ -163,9 +170,10 @@ class Sampler:
             finished=np.ones(len(samples), bool),
             rewards=lambda: shaped,
             carried=None,
-            tokens_run=sum(int(each.mask.sum()) for each in all_responses),
+            tokens_run=sum(map(self._tokens_run, all_responses)),
             metrics={
                 **self._measure(generations),
+                **self._measure_turns(responses, config.samples),
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
                 "reward/overlong": float(penalty.mean()),
@@ -244,12 +252,24 @@ class Sampler:
         Args:
             examples: the examples, each repeated for all its responses.
             key: the random key of the rollout.
-            watch: a callback to call during generation. None for no callback.
+            watch: a callback to call during generation. None for no callback. With several turns it is not called,
+                because responses whose turn has ended may go on.
 
         Returns:
             The responses, on the host, and those that were dropped.
         """
-        config = self.config
+        config, turn_tokens = self.config, self.config.turn_tokens
+        if turn_tokens is not None:
+
+            def generate(prompts: Int[Array, "B P"], lengths: Int[Array, " B"], turn: int) -> Generation:
+                # The responses to a prompt have only the first turn's prompt in common.
+                per_prompt = 1 if turn else config.responses_per_prompt
+                of_turn = jax.random.fold_in(key, turn)
+                return self._generate(
+                    prompts, lengths, turn_tokens, of_turn, None, responses_per_prompt=per_prompt
+                )
+
+            return respond_in_turns(generate, self.prompts, examples)
         prompts, lengths = self.prompts.encode(examples)
         return self._generate(
             prompts,
@@ -266,6 +286,7 @@ class Sampler:
         responses: Responses,
         clock: StepClock,
         finished: Bool[Array, " B"] | None = None,
+        failures: Sequence[str] = (),
     ) -> Rewards:
         """Score responses on the first process, so that the reward function is called once for every sample.
 
@@ -274,6 +295,7 @@ class Sampler:
             responses: the responses, on the host.
             clock: the clock of the step.
             finished: False for unfinished responses, which get no reward. None if all have finished.
+            failures: the texts of failures so far, to which those of the reward function are added.
 
         Returns:
             The rewards on the first process, and unscored samples on the others.
@@ -281,7 +303,7 @@ class Sampler:
         with clock("score"):
             if not is_first():
                 return unscored(len(examples))
-            return score_responses(
+            rewards = score_responses(
                 self.prompts.task,
                 examples,
                 responses.tokens,
@@ -289,6 +311,7 @@ class Sampler:
                 self.prompts.tokenizer,
                 finished=finished,
             )
+            return rewards._replace(failures=[*failures, *rewards.failures])
 
     def _batch_of(self, step: int) -> Callable[[], Generation]:
         """Return a function that samples this process's part of a batch, for another thread."""
@@ -349,6 +372,18 @@ class Sampler:
             watch=watch,
         )
 
+    def _tokens_run(self, responses: Responses) -> int:
+        """Count the tokens that the model ran on to sample whole responses."""
+        if self.config.turns == 1:
+            return int(responses.mask.sum())
+        return count_tokens_run(responses, self.prompts.tokenizer.ends)
+
+    def _measure_turns(self, responses: Responses, samples_at_once: int) -> dict[str, Any]:
+        """Return the metrics of several turns. With one turn there are none."""
+        if self.config.turns == 1:
+            return {}
+        return measure_turns(responses, self.prompts.tokenizer.ends, samples_at_once)
+
     def _measure(self, generations: list[Generation]) -> dict[str, Any]:
         """Return the metrics of the servers of a step. Without servers there are none."""
         if not self.config.engine:
@@ -367,8 +402,8 @@ class Sampler:
             "rollout/sync_seconds": sent.seconds,
             "rollout/sync_bytes": sent.bytes,
             "rollout/retried": sum(each.retried for each in generations),
-            "rollout/dropped": sum(int(each.dropped.sum()) for each in generations),
-            "rollout/filled_share": sum(each.filled for each in generations) / max(tokens, 1),
+            "rollout/dropped": sum(int(each.dropped.sum()) - len(each.failures) for each in generations),
+            "rollout/filled_share": sum(int(each.filled.sum()) for each in generations) / max(tokens, 1),
         }
 
     def _key(self, step: int) -> jax.Array:

@@ -146,9 +146,10 @@ def run_sizes(config: Train) -> RunSizes:
     """Return the sizes of a run that determine the memory of a rank."""
     samples = config.samples // config.num_ranks
     tokens = config.prompt_tokens + config.response_tokens
+    # A window or a turn has all tokens before it as its prompt.
+    context = tokens - (config.window or config.turn_tokens or config.response_tokens)
     # Windows continue different responses, so every row runs as a prompt.
     windows = config.algorithm_entry.windows
-    context = tokens - (config.window or 0) if windows else config.prompt_tokens
     return RunSizes(
         config=config.model_config,
         topology=config.topology,

@@ -1,7 +1,8 @@
 """Tasks whose answers a few lines of code can check, so that rewards need neither a model nor a network.
 
 A task draws examples from a seed and scores completions. The warm-up trains on the same examples, prompt and answer. A
-few tasks are built in. With the extra ``rl``, every procedural task of reasoning-gym is available by its own name.
+task may reply to the turns of the policy, as a tool or a user does (`experiments.rl.turns`). A few tasks are built in.
+With the extra ``rl``, every procedural task of reasoning-gym is available by its own name.
 """
 
 import difflib
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from experiments.rl.calculator import calculate
 from relibra_jax.support.suggestions import suggest_names
 
 
@@ -25,6 +27,8 @@ class Example(NamedTuple):
     """A correct answer, for the warm-up. The task may accept other answers, too."""
     entry: Any = None
     """The entry of reasoning-gym, which its tasks need for scoring."""
+    turns: tuple[str, ...] = ()
+    """Correct turns before the answer, for the warm-up of runs with several turns. The task replies to each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,11 @@ class Task:
     draw: Callable[[int, int], Sequence[Example]]
     """The function that draws examples: ``(seed, count) -> examples``."""
     score: Callable[[str, Example], float]
-    """The reward function: ``(completion, example) -> reward`` in 0..1. Equal texts get equal rewards."""
+    """The reward function: ``(completion, example) -> reward`` in 0..1. Equal texts get equal rewards. With several
+    turns, the completion is the policy's last one."""
+    reply: Callable[[Sequence[str], Example], str | None] | None = None
+    """The function that replies to a turn: ``(turns, example) -> text``, or None if the response is complete. It gets
+    all turns of the policy so far. None for tasks whose responses have one turn."""
 
     def sample(self, seed: int | Sequence[int], count: int) -> list[Example]:
         """Draw examples. Equal seeds give equal examples.
@@ -74,6 +82,21 @@ def in_place(completion: str, example: Example) -> float:
     """
     matches = sum(a == b for a, b in zip(completion, example.answer, strict=False))
     return matches / max(len(completion), len(example.answer))
+
+
+def reply_by_calculator(turns: Sequence[str], example: Example) -> str | None:
+    """Reply to a turn that ends with an equals sign by the value of the expression before it, in a line.
+
+    >>> example = Example("6*7=", "42", turns=("6*7=",))
+    >>> [reply_by_calculator([turn], example) for turn in ("6*7=", "6*x=", "42")]
+    ['42\\n', 'error: only integers and + - * ( )\\n', None]
+    """
+    if not turns[-1].endswith("="):
+        return None
+    try:
+        return f"{calculate(turns[-1][:-1])}\n"
+    except ValueError as error:
+        return f"error: {error}\n"
 
 
 def find_task(name: str) -> Task:
@@ -145,6 +168,11 @@ def _add(rng: np.random.Generator) -> Example:
     return Example(f"{a}+{b}=", str(a + b))
 
 
+def _calculator(rng: np.random.Generator) -> Example:
+    a, b, c = rng.integers(0, 100, 3)
+    return Example(f"{a}*{b}+{c}=", str(a * b + c), turns=(f"{a}*{b}+{c}=",))
+
+
 def _count(rng: np.random.Generator) -> Example:
     word = _word(rng, "abc", 4, 9)
     letter = str(rng.choice(list("abc")))
@@ -164,6 +192,9 @@ TASKS: Final[Mapping[str, Task]] = MappingProxyType(
         "add": Task(name="add", draw=_each(_add), score=exact),
         "count": Task(name="count", draw=_each(_count), score=exact),
         "numbers": Task(name="numbers", draw=_each(_numbers), score=in_place),
+        "calculator": Task(
+            name="calculator", draw=_each(_calculator), score=exact, reply=reply_by_calculator
+        ),
     }
 )
 """The built-in tasks by name."""

@@ -33,6 +33,9 @@ class Tokenizer:
     """Encodes a prompt, up to where the response starts: after a start token, or in the model's chat template."""
     encode_text: Callable[[str], list[int]]
     """Encodes a text without special tokens."""
+    encode_reply: Callable[[str], list[int]]
+    """Encodes a reply to a turn, from after the token that ended the turn up to where the next turn starts: plain text,
+    or the user's next message in the model's chat template."""
     decode_text: Callable[[Sequence[int]], str]
     """Decodes tokens to text. It leaves out special tokens and unused ids."""
     ends: tuple[int, ...]
@@ -71,6 +74,19 @@ class Tokenizer:
         """
         return self.decode_text(list(itertools.takewhile(lambda token: token not in self.ends, tokens)))
 
+    def decode_turns(self, tokens: Iterable[int]) -> list[str]:
+        """Decode the sampled tokens of a response turn by turn: a token of ``ends`` is the last of its turn.
+
+        >>> BYTES.decode_turns([*BYTES.encode_answer("1+1="), *BYTES.encode_answer("2")])
+        ['1+1=', '2']
+        """
+        turns: list[list[int]] = [[]]
+        for token in tokens:
+            if turns[-1] and turns[-1][-1] in self.ends:
+                turns.append([])
+            turns[-1].append(token)
+        return [self.decode(turn) for turn in turns]
+
     def pad_sequences(self, sequences: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
         """Put sequences of tokens into one array, aligned to the left.
 
@@ -103,6 +119,7 @@ def _decode_bytes(tokens: Sequence[int]) -> str:
 BYTES: Final = Tokenizer(
     encode_prompt=lambda prompt: [BOS, *prompt.encode()],
     encode_text=lambda text: list(text.encode()),
+    encode_reply=lambda text: list(text.encode()),
     decode_text=_decode_bytes,
     ends=(EOS,),
     pad=PAD,

@@ -21,7 +21,7 @@ from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, SHOWN_FAILURES, WARM_UP
 from experiments.rl.plan_ahead import PlanAhead
-from experiments.rl.processes import check_same, on_every_host
+from experiments.rl.processes import on_every_host
 from experiments.rl.prompts import Prompts, find_tokenizer
 from experiments.rl.rewards import Rewards, mean_or_none, share_rewards
 from experiments.rl.rollout import Sampler
@@ -117,16 +117,9 @@ class Trainer:
 
     def warm_up(self) -> dict[str, Any]:
         """Make one supervised update on prompts with correct answers, and return its metrics."""
-        config, state, clock, tokenizer = self.config, self.state, StepClock(), self.prompts.tokenizer
+        config, state, clock = self.config, self.state, StepClock()
         examples = self.prompts.draw((self.seed, SUPERVISED, state.step), config.samples)
-        prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
-        answers = [tokenizer.encode_answer(example.answer) for example in examples]
-        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        tokens = tokenizer.pad_sequences(texts, config.prompt_tokens + config.response_tokens)
-        check_same(tokens, "supervised samples")
-        position = np.arange(tokens.shape[1])[None]
-        mask = position < np.array([len(text) for text in texts])[:, None]
-        answer_mask = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
+        tokens, mask, answer_mask = self.prompts.supervise(examples)
         weights = token_weights(answer_mask, token_level=True)
         with clock("update"):
             batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
@@ -195,8 +188,11 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.prompts.groups((EVALUATION, number))
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, EVALUATION), number)
-            responses, _, dropped, *_ = self.sampler.respond(examples, key)
-            rewards.append(share_rewards(self.sampler.score(examples, responses, StepClock(), ~dropped)))
+            generation = self.sampler.respond(examples, key)
+            scored = self.sampler.score(
+                *(examples, generation.responses, StepClock(), ~generation.dropped, generation.failures)
+            )
+            rewards.append(share_rewards(scored))
         values = np.concatenate([part.reward[part.scored] for part in rewards])
         failures = [failure for part in rewards for failure in part.failures]
         return {
