@@ -50,6 +50,7 @@ SETTINGS = {
     "micro_batches": 2,
     "epochs": 1,
 }
+SMALLEST_BATCH = {"prompts": 4, "responses_per_prompt": 2, "micro_batches": 1}
 SGLANG = "RELIBRA_SGLANG_JAX"
 """The variable that names the Python of an environment with sglang-jax; docs/guides/rollout-engines.md builds one."""
 
@@ -124,7 +125,7 @@ def test_a_run_learns_while_a_server_samples_up_to_two_batches_ahead(folder, tmp
             engine=(address,),
             staleness=2,
             requests=EngineRequests(at_once=1),
-            **{**SETTINGS, "steps": 4, "response_tokens": 48, "prompts": 4, "responses_per_prompt": 2},
+            **{**SETTINGS, **SMALLEST_BATCH, "steps": 4, "response_tokens": 48},
         )
         run = run_train(config, Console(quiet=True))
     learning = [line for line in read_metrics(run / "seed-0" / "metrics.jsonl") if line["kind"] == "learn"]

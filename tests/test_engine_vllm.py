@@ -162,7 +162,7 @@ def check(generation):
 def test_a_batch_has_the_tokens_log_probabilities_and_routes_of_the_answers(engine, servers):
     generation = generate(engine(at_once=3), version=4)
     check(generation)
-    assert (generation.version == 4).all()
+    assert (generation.version[generation.responses.response_mask] == 4).all()
     assert generation.retried == 0
     requests = [request for server in servers.values() for request in server.requests]
     assert len({request["sampling_params"]["seed"] for request in requests}) == SAMPLES

@@ -143,13 +143,15 @@ class HttpEngine:
     def _renew(self, weights: Weights) -> None:
         """Let servers load weights between the requests of all processes."""
         servers, run = self._servers, self._events.run
-        # No process interrupts requests of another one that does not know of it.
-        together(lambda: run(servers.hold))
-        together(lambda: run(servers.interrupt))
         load = functools.partial(servers.load, weights)
-        together(lambda: run(load) if is_first() else None)
-        together(lambda: None if is_first() else run(load))  # they find what the first has loaded
-        run(servers.go_on)
+        try:
+            # No process interrupts requests of another one that does not know of it.
+            together(lambda: run(servers.hold))
+            together(lambda: run(servers.interrupt))
+            together(lambda: run(load) if is_first() else None)
+            together(lambda: None if is_first() else run(load))  # they find what the first has loaded
+        finally:
+            run(servers.go_on)
 
     async def _generate(self, batch: "_Batch", keys: list[int]) -> None:
         async with anyio.create_task_group() as background:
