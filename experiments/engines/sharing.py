@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.engines.protocol import EngineError, Generation
-from experiments.rl.processes import process_count
+from experiments.rl.processes import process_count, texts_of_all
 from relibra_jax.execution.plan_agreement import add_up, processes_where
 
 
@@ -64,12 +64,13 @@ def share_generation(part: Callable[[], Generation], samples: int) -> Generation
 
     rest = responses._replace(expert_ids=responses.ended)._asdict()
     rest.pop("own")
-    parts = (rest, generation.version, generation.dropped, generation.filled)
-    whole, version, dropped, filled = add_up(jax.tree.map(place, parts))
+    arrays = (rest, generation.version, generation.dropped, generation.filled)
+    whole, version, dropped, filled = add_up(jax.tree.map(place, arrays))
     return Generation(
         type(responses)(**{**whole, "expert_ids": responses.expert_ids}, own=own),
         version,
         dropped,
         filled,
         int(add_up(np.int32(generation.retried))),
+        texts_of_all(generation.failures),
     )

@@ -6,6 +6,8 @@ files except checkpoints. `experiments.rl.process_group` connects the processes.
 """
 
 import functools
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.execution import check_same_plan
-from relibra_jax.execution.plan_agreement import processes_where
+from relibra_jax.execution.plan_agreement import add_up, processes_where
 
 
 def process_count() -> int:
@@ -68,3 +70,17 @@ def _replicated(mesh: Mesh) -> Any:
         return tree
 
     return jax.jit(gather, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def texts_of_all(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of all processes, one process's after another's. All processes call it."""
+    if process_count() == 1:
+        return tuple(texts)
+    mine = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
+    sizes = np.zeros(process_count(), np.int32)
+    sizes[jax.process_index()] = len(mine)
+    sizes = add_up(sizes)
+    encoded = np.zeros((process_count(), sizes.max()), np.uint8)
+    encoded[jax.process_index(), : len(mine)] = mine
+    parts = zip(add_up(encoded), sizes, strict=True)
+    return tuple(text for row, size in parts for text in json.loads(row[:size].tobytes()))

@@ -10,14 +10,13 @@ log-probabilities under the newest weights, which losses take for the old policy
 batches with the weights of the checkpoint.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Key
 
 from experiments.engines.embedded import EmbeddedEngine
 from experiments.engines.protocol import UNSAMPLED, Generation, RolloutEngine, Sampling, Sent
@@ -191,9 +190,14 @@ class Sampler:
         rows, examples = self.next_rows(carried)
         with clock("generate"):
             self.sync()
-            generation = self._generate(
-                rows.tokens[:, :context], rows.lengths, config.window, self._key(state.step), watch
-            )
+            keys, window_tokens = jax.random.split(self._key(state.step), len(examples)), config.window
+            own = own_part(len(examples)) if config.engine else slice(None)
+
+            def part() -> Generation:
+                tokens = rows.tokens[own, :context]
+                return self._generate(tokens, rows.lengths[own], keys[own], window_tokens, watch)
+
+            generation = share_generation(part, len(examples)) if config.engine else part()
         window = generation.responses
         responses = join_windows(rows, window)
         lengths = responses.response_mask.sum(1)
@@ -258,27 +262,8 @@ class Sampler:
         Returns:
             The responses, on the host, and those that were dropped.
         """
-        config, turn_tokens = self.config, self.config.turn_tokens
-        if turn_tokens is not None:
-
-            def generate(prompts: Int[Array, "B P"], lengths: Int[Array, " B"], turn: int) -> Generation:
-                # The responses to a prompt have only the first turn's prompt in common.
-                per_prompt = 1 if turn else config.responses_per_prompt
-                of_turn = jax.random.fold_in(key, turn)
-                return self._generate(
-                    prompts, lengths, turn_tokens, of_turn, None, responses_per_prompt=per_prompt
-                )
-
-            return respond_in_turns(generate, self.prompts, examples)
-        prompts, lengths = self.prompts.encode(examples)
-        return self._generate(
-            prompts,
-            lengths,
-            config.response_tokens,
-            key,
-            watch,
-            responses_per_prompt=config.responses_per_prompt,
-        )
+        part = self._part(examples, key, watch)
+        return share_generation(part, len(examples)) if self.config.engine else part()
 
     def score(
         self,
@@ -314,44 +299,45 @@ class Sampler:
             return rewards._replace(failures=[*failures, *rewards.failures])
 
     def _batch_of(self, step: int) -> Callable[[], Generation]:
-        """Return a function that samples this process's part of a batch, for another thread."""
-        config = self.config
-        prompts, lengths = self.prompts.encode(self.examples(step))
-        return self._part(
-            prompts,
-            lengths,
-            config.response_tokens,
-            self._key(step),
-            None,
-            responses_per_prompt=config.responses_per_prompt,
-        )
+        return self._part(self.examples(step), self._key(step))
+
+    def _part(
+        self, examples: list[Example], key: jax.Array, watch: Watch | None = None
+    ) -> Callable[[], Generation]:
+        """Return a function that samples the responses for which this process asks servers, or all without servers.
+
+        It may run in another thread if there are servers: processes then exchange nothing meanwhile.
+        """
+        config, turn_tokens, samples = self.config, self.config.turn_tokens, len(examples)
+        own = own_part(samples) if config.engine else np.arange(samples)
+        prompts, lengths = (array[own] for array in self.prompts.encode(examples))
+        per_prompt = config.responses_per_prompt
+        if turn_tokens is None:
+            keys = jax.random.split(key, samples)[own]
+            return lambda: self._generate(
+                prompts, lengths, keys, config.response_tokens, watch, responses_per_prompt=per_prompt
+            )
+
+        def generate(conversations: Int[Array, "B P"], lengths: Int[Array, " B"], turn: int) -> Generation:
+            # The responses to a prompt have only the first turn's prompt in common.
+            keys = jax.random.split(jax.random.fold_in(key, turn), samples)[own]
+            return self._generate(
+                conversations, lengths, keys, turn_tokens, responses_per_prompt=1 if turn else per_prompt
+            )
+
+        of_part = [examples[sample] for sample in own]
+        return lambda: respond_in_turns(generate, self.prompts, of_part, prompts, lengths)
 
     def _generate(
         self,
         prompts: Int[Array, "B P"],
         lengths: Int[Array, " B"],
+        keys: Key[jax.Array, " B"],
         max_new_tokens: int,
-        key: jax.Array,
-        watch: Watch | None,
+        watch: Watch | None = None,
         *,
         responses_per_prompt: int = 1,
     ) -> Generation:
-        part = self._part(
-            prompts, lengths, max_new_tokens, key, watch, responses_per_prompt=responses_per_prompt
-        )
-        return share_generation(part, len(prompts)) if self.config.engine else part()
-
-    def _part(
-        self,
-        prompts: Int[Array, "B P"],
-        lengths: Int[Array, " B"],
-        max_new_tokens: int,
-        key: jax.Array,
-        watch: Watch | None,
-        *,
-        responses_per_prompt: int,
-    ) -> Callable[[], Generation]:
-        """Return a function that samples the responses for which this process asks servers, or all of them."""
         config, tokenizer = self.config, self.prompts.tokenizer
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
@@ -361,15 +347,8 @@ class Sampler:
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
-        own = own_part(len(prompts)) if config.engine else slice(None)
-        return functools.partial(
-            self.engine.generate,
-            prompts[own],
-            lengths[own],
-            jax.random.split(key, len(prompts))[own],
-            sampling,
-            responses_per_prompt=responses_per_prompt,
-            watch=watch,
+        return self.engine.generate(
+            prompts, lengths, keys, sampling, responses_per_prompt=responses_per_prompt, watch=watch
         )
 
     def _tokens_run(self, responses: Responses) -> int:

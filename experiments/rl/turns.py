@@ -40,23 +40,30 @@ class Replies(NamedTuple):
     failed: Bool[np.ndarray, " B"]
     """True for responses to which the task failed to reply."""
     failures: tuple[str, ...]
-    """A text for each of them, on the first process."""
+    """A text for each of them, on the process that replied."""
 
 
-def respond_in_turns(generate: GenerateTurn, prompts: Prompts, examples: list[Example]) -> Generation:
+def respond_in_turns(
+    generate: GenerateTurn,
+    prompts: Prompts,
+    examples: list[Example],
+    tokens: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"],
+) -> Generation:
     """Sample a response of several turns to each example's prompt.
 
     Args:
         generate: the function that samples a turn.
         prompts: the source of prompts, with the settings of the run and the task that replies.
         examples: the example of every sample.
+        tokens: the tokens of their prompts, aligned to the left.
+        prompt_lengths: the number of tokens in each prompt.
 
     Returns:
         The responses, on the host. Those to which the task failed to reply count as dropped.
     """
     config = prompts.config
     assert config.turn_tokens is not None
-    tokens, prompt_lengths = prompts.encode(examples)
     # All turns have prompts of this width, so that they share compiled programs.
     context = config.prompt_tokens + config.response_tokens - config.turn_tokens
     conversations = np.pad(tokens, ((0, 0), (0, context - tokens.shape[1])))
@@ -87,7 +94,10 @@ def write_replies(
     asking: Bool[Array, " B"],
     room: Int[Array, " B"],
 ) -> Replies:
-    """Let the task reply to the last turns of responses, on the first process, and share the replies with all others.
+    """Let the task reply to the last turns of responses.
+
+    With servers, each process has samples of its own, and replies to them. Without servers all processes have all
+    samples, and the first one replies and shares its replies.
 
     Args:
         prompts: the source of prompts, with the task and the tokenizer.
@@ -104,7 +114,7 @@ def write_replies(
     samples = len(examples)
     tokens = np.full((samples, config.response_tokens), tokenizer.pad, np.int32)
     lengths, failed, failures = np.full(samples, EMPTY, np.int32), np.zeros(samples, bool), []
-    for sample in np.flatnonzero(asking) if is_first() else ():
+    for sample in np.flatnonzero(asking) if config.engine or is_first() else ():
         sampled = responses.tokens[sample][responses.response_mask[sample]]
         turns, example = tokenizer.decode_turns(sampled.tolist()), examples[sample]
         try:
@@ -118,8 +128,9 @@ def write_replies(
             continue
         if encoded is not None and len(encoded) <= room[sample]:
             tokens[sample, : len(encoded)], lengths[sample] = encoded, len(encoded)
-    shared = from_first((tokens, lengths, failed))
-    return Replies(np.asarray(shared[0]), np.asarray(shared[1]), np.asarray(shared[2]), tuple(failures))
+    if not config.engine:
+        tokens, lengths, failed = map(np.asarray, from_first((tokens, lengths, failed)))
+    return Replies(tokens, lengths, failed, tuple(failures))
 
 
 def append_replies(
