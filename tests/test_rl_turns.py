@@ -97,7 +97,7 @@ def scripted():
     )
     prompts, engine = Prompts(Train(**SETTINGS), task, BYTES), ScriptedEngine()
     examples = [Example(prompt, "") for prompt in SCRIPTS]
-    return engine, prompts, examples, respond_in_turns(engine, prompts, examples)
+    return engine, prompts, examples, respond_in_turns(engine, prompts, examples, *prompts.encode(examples))
 
 
 def by_hand(prompt, parts):
@@ -179,7 +179,7 @@ def test_a_process_joins_the_routes_of_its_own_samples(scripted):
             responses=responses._replace(expert_ids=responses.expert_ids[own], own=own)
         )
 
-    responses = respond_in_turns(generate, prompts, examples).responses
+    responses = respond_in_turns(generate, prompts, examples, *prompts.encode(examples)).responses
     np.testing.assert_array_equal(responses.own, own)
     np.testing.assert_array_equal(responses.expert_ids, whole.responses.expert_ids[own])
     np.testing.assert_array_equal(responses.tokens, whole.responses.tokens)

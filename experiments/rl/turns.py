@@ -128,9 +128,11 @@ def write_replies(
             continue
         if encoded is not None and len(encoded) <= room[sample]:
             tokens[sample, : len(encoded)], lengths[sample] = encoded, len(encoded)
-    if not config.engine:
-        tokens, lengths, failed = map(np.asarray, from_first((tokens, lengths, failed)))
-    return Replies(tokens, lengths, failed, tuple(failures))
+    replies = Replies(tokens, lengths, failed, tuple(failures))
+    if config.engine:
+        return replies
+    tokens, lengths, failed = from_first((tokens, lengths, failed))
+    return replies._replace(tokens=np.asarray(tokens), lengths=np.asarray(lengths), failed=np.asarray(failed))
 
 
 def append_replies(
