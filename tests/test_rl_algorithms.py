@@ -10,6 +10,7 @@ from support.runs import SMALL
 from experiments.rl.advantages import relative_advantages
 from experiments.rl.algorithms import ALGORITHMS, Critic, RolloutBatch
 from experiments.rl.configs import Train
+from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.generation import Responses
 from experiments.rl.rewards import Rewards
@@ -131,8 +132,9 @@ def test_compute_targets_masks_and_counts_samples_without_finite_values():
         TPPO | {"critic": Critic(decay=0.5)},
         {"algorithm": "dapo", "dapo": Dapo(overlong_share=0.5)},
         {"evaluate_every": 2},
+        {"correction": Correction(kind="mask", high=5.0)},
     ],
-    ids=["tppo", "dapo", "evaluate_every"],
+    ids=["tppo", "dapo", "evaluate_every", "correction"],
 )
 def test_saved_config_equals_the_settings(changes, tmp_path):
     config = Train(**(SMALL | changes))

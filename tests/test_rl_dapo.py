@@ -77,7 +77,7 @@ def test_dynamic_sampling_replaces_prompts_with_equal_rewards(learn):
 
 @pytest.mark.slow
 def test_dynamic_sampling_stops_after_more_rollouts(learn):
-    drawn, responses, _, metrics = learn(dapo=Dapo(more_rollouts=0))
+    drawn, responses, rewards, metrics = learn(dapo=Dapo(more_rollouts=0))
     assert metrics["reward/replaced_prompts"] == 0
     assert metrics["reward/equal_prompts"] == sum(map(is_equal, drawn[0])) > 0
     # Prompts with different rewards come first, and the batch is full.
@@ -85,6 +85,9 @@ def test_dynamic_sampling_stops_after_more_rollouts(learn):
     for number, example in enumerate(order):
         prompt = HASTY.encode_prompt(example.prompt)
         assert responses.tokens[4 * number, : len(prompt)].tolist() == prompt
+    # Equal rewards give no advantage, although their penalties may differ.
+    differ = np.array([not is_equal(example) for example in order])
+    np.testing.assert_array_equal(rewards.scored.reshape(8, 4), np.repeat(differ[:, None], 4, axis=1))
 
 
 def test_overlong_penalty_grows_linearly_over_the_last_tokens():

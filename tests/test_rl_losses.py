@@ -88,6 +88,17 @@ def test_policy_loss_ignores_tokens_without_weight():
     np.testing.assert_allclose(slope, [[0, -1]])
 
 
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e30])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_policy_loss_and_its_gradient_are_finite_at_any_log_ratio(log_ratio, advantage):
+    one = np.ones((1, 1), np.float32)
+    loss, slope = jax.value_and_grad(
+        lambda new: policy_loss(new, 0 * one, advantage * one, one, clip_low=0.2, clip_high=0.28).loss
+    )(log_ratio * one)
+    assert np.isfinite(loss)
+    assert np.isfinite(slope).all()
+
+
 def test_supervised_loss_is_the_mean_over_weighted_tokens():
     weight = np.asarray(token_weights(RESPONSE_MASK & SCORED[:, None], token_level=True))
     counted = RESPONSE_MASK & SCORED[:, None]

@@ -16,6 +16,7 @@ import tyro
 from experiments.engines.settings import EngineRequests
 from experiments.float8.hot_ranks import HotRanks
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
+from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
@@ -177,6 +178,7 @@ class Train:
     epochs: int = 4
     """The number of passes over a batch. Each pass makes ``updates`` optimizer updates."""
     clip: Clip = dataclasses.field(default_factory=Clip)
+    correction: Correction = dataclasses.field(default_factory=Correction)
     token_level: bool = True
     """Whether every token has the same weight in the loss (DAPO), and not every response (GRPO)."""
     balance: float = 0.02

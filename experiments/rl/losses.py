@@ -16,13 +16,16 @@ Weights, advantages and returns are computed for the whole batch, before its sam
 ranks. The loss is then a sum over tokens, which does not depend on the assignment.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from relibra_jax.contract.types import Array
+
+LARGEST_LOG_RATIO: Final = 20.0
+"""The bound of log-ratios before they are exponentiated: e^20 is 4.9e8, and larger ones overflow in gradients."""
 
 
 class PolicyLoss(NamedTuple):
@@ -85,6 +88,7 @@ def policy_loss(
     """
     used = weights > 0
     log_ratio = jnp.where(used, log_probs - jax.lax.stop_gradient(old_log_probs), 0)
+    log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
     unclipped = ratio * advantages
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages

@@ -129,6 +129,13 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "its mean in each tenth of the longest response; null where no response has a token",
             listed=True,
         ),
+        "mismatch/weight": Metric(
+            "factor", "mean importance weight of sampled tokens; null without `--correction.kind`"
+        ),
+        "mismatch/bounded_share": Metric(
+            "share",
+            "share of sampled tokens whose weight was truncated, or that were masked; null without it",
+        ),
         "policy/loss": Metric("loss", "clipped policy loss in the last epoch"),
         "policy/kl": Metric(
             "nats a token", "estimate of KL(old, new) in the last epoch, never negative: rho - 1 - log rho"
@@ -252,6 +259,8 @@ ALGORITHM_METRICS: Final = (
     "response/carried",
     "response/unfinished",
     "response/most_policies",
+    "mismatch/weight",
+    "mismatch/bounded_share",
     "rollout/staleness",
     "rollout/staleness_max",
     "rollout/continued",

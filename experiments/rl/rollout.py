@@ -158,9 +158,11 @@ class Sampler:
         scored = np.concatenate([rewards.scored for rewards in all_rewards])
         lengths = responses.mask.sum(1) - responses.response_mask.argmax(1)  # replies count
         penalty = overlong_penalty(lengths, config.response_tokens, config.dapo)
+        # Where all rewards are equal, the penalty alone would become an advantage of full size.
+        compared = scored[samples] & np.repeat(differ[chosen], per_prompt)
         shaped = Rewards(
-            np.where(scored[samples], reward[samples] - penalty, 0),
-            scored[samples],
+            np.where(compared, reward[samples] - penalty, 0),
+            compared,
             [failure for rewards in all_rewards for failure in rewards.failures],
         )
         return Rollout(

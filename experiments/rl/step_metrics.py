@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.rl.algorithms import Targets
+from experiments.rl.correction import Correction, importance_weights, measure_correction
 from experiments.rl.metrics import FAILURES, SHOWN_FAILURES
 from experiments.rl.rewards import Rewards, mean_or_none
 from experiments.rl.rollout import Rollout
@@ -57,9 +58,10 @@ def measure_responses(rollout: Rollout, samples_at_once: int) -> dict[str, Any]:
     }
 
 
-def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult) -> dict[str, Any]:
+def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: Correction) -> dict[str, Any]:
     """Compare the log-probabilities of the tokens of this rollout with those of the recompute."""
-    difference = np.abs(rollout.responses.log_probs - recomputed.old_log_probs)
+    sampled, old = rollout.responses.log_probs, recomputed.old_log_probs
+    difference = np.abs(sampled - old)
     sample, column = np.nonzero(rollout.new_mask)
     values = difference[sample, column].astype(np.float64)
     # The positions in responses, whose first token follows the prompt.
@@ -74,6 +76,9 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult) -> dict[str,
         "mismatch/log_prob_by_position": [
             float(total / count) if count else None for total, count in zip(sums, counts, strict=True)
         ],
+        **measure_correction(
+            importance_weights(old, sampled, correction), rollout.responses.response_mask, correction
+        ),
     }
 
 

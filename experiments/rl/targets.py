@@ -8,6 +8,7 @@ import numpy as np
 from experiments.rl.advantages import discounted_returns
 from experiments.rl.algorithms import RolloutBatch, Targets
 from experiments.rl.configs import Train
+from experiments.rl.correction import importance_weights
 from experiments.rl.losses import token_weights
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
@@ -76,7 +77,18 @@ def compute_targets(
     targets = config.algorithm_entry.compute_targets(
         batch, config.critic, responses_per_prompt=config.responses_per_prompt
     )
-    return jax.device_get(targets), int((~finite).sum())
+    return _corrected(config, jax.device_get(targets), rollout, recomputed), int((~finite).sum())
+
+
+def _corrected(config: Train, targets: Targets, rollout: Rollout, recomputed: RecomputeResult) -> Targets:
+    """Multiply advantages by importance weights, and learn from no token whose weight is 0."""
+    if config.correction.kind == "none":
+        return targets
+    sampled = rollout.responses.log_probs
+    weights = importance_weights(recomputed.old_log_probs, sampled, config.correction)
+    return targets._replace(
+        policy_mask=targets.policy_mask & (weights > 0), advantages=targets.advantages * weights
+    )
 
 
 def add_targets(

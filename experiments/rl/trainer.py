@@ -162,7 +162,7 @@ class Trainer:
             **measure_rewards(rewards),
             **measure_responses(rollout, at_once),
             **rollout.metrics,
-            **measure_mismatch(rollout, recomputed),
+            **measure_mismatch(rollout, recomputed, config.correction),
             **measure_policy(metrics),
             **measure_critic(targets, recomputed, metrics, not_finite),
             **measure_batch(
