@@ -30,7 +30,7 @@ class SlowEngine:
         for _ in range(2):
             assert self.allowed.acquire(timeout=30)
             tokens.append(self.version)
-        return Generation(EMPTY, np.array([tokens]), np.zeros(1, bool))
+        return Generation(EMPTY, np.array([tokens]), np.zeros(1, bool), np.zeros(1, np.int32))
 
 
 def run(staleness, quick):
@@ -46,7 +46,8 @@ def run(staleness, quick):
         if quick and ahead._batches:
             engine.allowed.release(2 * len(ahead._batches))
             wait(ahead._batches)
-    ahead.close()
+    ahead.forget()
+    ahead.wait()
     return engine, np.array(ages)
 
 
@@ -69,10 +70,11 @@ def test_an_error_of_a_batch_comes_with_its_step():
     def sample(step):
         if step == 1:
             raise ValueError("no server")
-        return Generation(EMPTY, np.array([[step]]), np.zeros(1, bool))
+        return Generation(EMPTY, np.array([[step]]), np.zeros(1, bool), np.zeros(1, np.int32))
 
     ahead = BatchesAhead(1, 3, lambda step: functools.partial(sample, step))
     assert ahead.take(0).version[0, 0] == 0
     with pytest.raises(ValueError, match="no server"):
         ahead.take(1)
-    ahead.close()
+    ahead.forget()
+    ahead.wait()

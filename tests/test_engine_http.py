@@ -323,6 +323,19 @@ def test_a_server_that_comes_back_gets_the_weights_first(engine, servers, monkey
     assert first == again
 
 
+def test_a_server_that_was_down_gets_its_share_of_later_batches(engine, servers, monkeypatch):
+    monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.05)
+    two = engine()
+    servers[SECOND].dead = True
+    check(generate(two))
+    servers[SECOND].dead = False
+    check(generate(two, version=1))  # the server may come back at the end of this batch
+    for server in servers.values():
+        server.requests.clear()
+    check(generate(two, version=2))
+    assert [len(server.requests) for server in servers.values()] == [SAMPLES // 2] * 2
+
+
 def test_a_server_with_weights_from_before_gets_the_newest_ones(engine, servers, monkeypatch):
     """It was started again between two batches, so no request has failed."""
     monkeypatch.setattr("experiments.engines.servers.PAUSE_SECONDS", 0.01)

@@ -9,6 +9,7 @@ import pytest
 from experiments.engines.protocol import EngineError, Generation, RolloutEngine, Sent
 from experiments.examples import tiny_checkpoint
 from experiments.rl.configs import Train
+from experiments.rl.correction import Correction
 from experiments.rl.generation import Responses
 from experiments.rl.policy import TINY
 from experiments.rl.rewards import Rewards
@@ -104,12 +105,19 @@ def test_dropped_samples_have_no_part_in_advantages_and_metrics(trainer):
     assert measured["response/ended_share"] == 1
 
 
+def test_a_batch_without_any_response_ends_the_run(trainer):
+    one = trainer()
+    one.sampler.engine.dropped = list(range(32))
+    with pytest.raises(EngineError, match="step 0: no sample has a response: the engine gave none"):
+        roll_out(one)
+
+
 def test_mismatch_is_the_difference_of_log_probabilities(trainer):
     one = trainer()
     rollout, _ = roll_out(one)
     old = np.where(rollout.new_mask, -1.5, 0).astype(np.float32)
     old[0, np.flatnonzero(rollout.new_mask[0])[0]] = -1
-    mismatch = measure_mismatch(rollout, RecomputeResult(old, None))
+    mismatch = measure_mismatch(rollout, RecomputeResult(old, None), Correction())
     assert mismatch["mismatch/log_prob"] == pytest.approx(0.5 * 63 / 64)
     assert mismatch["mismatch/log_prob_quantiles"] == pytest.approx([0.5] * 4)
     first, *between, second = mismatch["mismatch/log_prob_by_position"]

@@ -261,6 +261,7 @@ def test_two_processes_with_a_server_learn_what_one_learns(folder, tmp_path):
         for processes, staleness in ((1, 0), (2, 0), (2, 1)):
             out = tmp_path / f"{processes}-{staleness}"
             options = ["--out", out, "--engine", address, "--staleness", staleness, "--plan-ahead", 1]
+            options += ["--seeds", 0]
             ended = run(processes, *options, command=command)
             assert [status for *_, status in ended] == [0] * processes, ended[0][1] + ended[-1][1]
     one, two, stale = [

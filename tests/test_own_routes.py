@@ -24,6 +24,8 @@ from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.replication import without_replicas
+from relibra_jax.routing.pieces import dispatched_load
+from relibra_jax.routing.sequence_packing import SequenceLayout
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.routing.visits import node_visits, possible_visits
 
@@ -121,8 +123,34 @@ def test_possible_visits_are_exact_where_ranks_send_an_expert_to_one_node(replay
         )
 
 
+@pytest.mark.parametrize("layout", [None, "split"])
+def test_a_process_may_have_no_sample_of_a_stage(layout, replay):
+    whole = prepare(replay, **WAYS["split, in pieces" if layout else "padded"])
+    plan, sequences = jax.device_get(whole.batch_plan), whole.host.sequences
+    laid_out = None
+    if layout:
+        shape = (*plan.assignment.sample.shape[:3], 1, -1)
+        laid_out = SequenceLayout(sequences.samples.reshape(shape), sequences.positions.reshape(shape))
+    nothing = BatchRoutes(part(replay, np.arange(0)), np.arange(0))
+    placed, of_none = nothing.placed(plan, laid_out)
+    load = dispatched_load(placed, of_none.assignment, TOPOLOGY, striped=layout is not None)
+    assert load.shape == plan.load.shape
+    assert not np.asarray(load).any()
+    assert not possible_visits(placed, of_none, TOPOLOGY).any()
+
+
 def test_own_routes_that_are_wrong_are_named(replay, own):
     with pytest.raises(ValueError, match=r"own: sample 0 of 13 is with 2 processes, not with one"):
         prepare(part(replay, own), own=np.where(own == 12, 0, own), sequences="padded")
+    with pytest.raises(
+        ValueError, match=r"own: expected integers \[13\], one for each sample of the replay, not int"
+    ):
+        prepare(replay, own=own[1:], sequences="padded")
+    with pytest.raises(
+        ValueError, match=r"own: samples 0..20 must be in 0..12: the processes have 13 samples"
+    ):
+        prepare(replay, own=np.where(own == 12, 20, own), sequences="padded")
+    with pytest.raises(ValueError, match="own names the samples of a replay, and there is none"):
+        prepare(None, own=own, sequences="padded")
     with pytest.raises(ValueError, match=r"samples\['x'\]: shape \(3,\), but own names 13 samples"):
         prepare(replay, sequences="padded").to_ranks({"x": np.zeros(3)}, own=own)

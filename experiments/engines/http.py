@@ -27,7 +27,7 @@ from experiments.engines.answers import BadAnswer, OtherWeights
 from experiments.engines.dialect import Dialect, ServerDown
 from experiments.engines.event_loop import EventLoop
 from experiments.engines.protocol import UNSAMPLED, EngineError, Generation, Sampling, Sent, seeds_of
-from experiments.engines.segments import Segments
+from experiments.engines.segments import Joined, Segments
 from experiments.engines.servers import Server, Servers, Weights
 from experiments.engines.settings import EngineRequests
 from experiments.engines.sharing import together
@@ -102,6 +102,7 @@ class HttpEngine:
             self._version = None
             self._renew(Weights(version, str(self._folders.current), self._folders.tag))
             self._folders.forget_others()
+            self._answered.clear()  # servers keep no prefix under new weights
         else:
             self._servers.weights = Weights(version, None, None)
         self._version = version
@@ -156,6 +157,7 @@ class HttpEngine:
     async def _generate(self, batch: "_Batch", keys: list[int]) -> None:
         async with anyio.create_task_group() as background:
             background.start_soon(self._watch_for_end)
+            await self._servers.wait_while_held()
             await self._servers.prepare()
             background.start_soon(self._servers.revive)
             async with anyio.create_task_group() as samples:
@@ -182,7 +184,8 @@ class HttpEngine:
                 try:
                     answer = await server.post(dialect.path, request)
                     batch.add(sample, dialect, answer, weights, interrupted=servers.interrupts > interrupts)
-                    self._answered[sample] = server.address
+                    self._answered[sample], attempts = server.address, 0
+                    failed.clear()
                 except (ServerDown, BadAnswer) as error:
                     attempts += 1
                     failed.add(server.address)
@@ -214,6 +217,9 @@ class _Batch:
         self.segments = [
             Segments(prompt[:length], sampling) for prompt, length in zip(prompts, lengths, strict=True)
         ]
+        self._joined: dict[int, Joined] = {}
+        self._loads: dict[int, np.ndarray] = {}
+        """The counts of complete samples, for the watch."""
         self.retried = 0
         self.reason = ""
         """What was wrong with the last bad answer."""
@@ -249,7 +255,11 @@ class _Batch:
                 return
             raise
         segments.add(segment, weights.number)
+        if segments.complete:
+            self._joined[sample] = segments.join()
         if segments.complete and self._watch is not None:
+            expert_ids = self._joined[sample].answer.expert_ids
+            self._loads[sample] = count_copies(expert_ids, num_experts=self._config.num_experts)
             ended = np.array([each.complete for each in self.segments])
             if not ended.all() and not self._watch.look(ended, self._counts):
                 self._watch = None
@@ -260,16 +270,12 @@ class _Batch:
         samples = len(self.segments)
         load = np.zeros((samples, config.moe_layers, config.num_experts), np.int32)
         lengths = np.zeros(samples, np.int32)
-        whole = [each.join().answer.expert_ids if each.complete else None for each in self.segments]
-        for number, expert_ids in enumerate(whole):
-            if expert_ids is not None:
-                load[number] = count_copies(expert_ids, num_experts=config.num_experts)
-                lengths[number] = len(expert_ids)
+        for number, of_sample in self._loads.items():
+            load[number], lengths[number] = of_sample, len(self._joined[number].answer.expert_ids)
         sample, token = token_places(lengths, TOKENS)
         routes = np.zeros((TOKENS, config.moe_layers, config.top_k), id_dtype(config.num_experts))
         for number in np.unique(sample[sample != EMPTY]):
-            expert_ids = whole[number]
-            assert expert_ids is not None
+            expert_ids = self._joined[int(number)].answer.expert_ids
             routes[sample == number] = expert_ids[token[sample == number]]
         length = self._prompts.shape[1] + self._sampling.max_new_tokens
         return Batch(load, lengths, Routes(routes, sample), sequence_length=float(length))
@@ -284,10 +290,7 @@ class _Batch:
         ids = np.zeros((*shape, config.moe_layers, config.top_k), id_dtype(config.num_experts))
         ended, dropped = np.zeros(samples, bool), self.lengths > 0
         versions, filled = np.full(shape, UNSAMPLED, np.int32), np.zeros(samples, np.int32)
-        for sample, segments in enumerate(self.segments):
-            if not segments.complete:
-                continue
-            answer, version = segments.join()
+        for sample, (answer, version) in self._joined.items():
             start = int(self.lengths[sample])
             end = start + len(answer.tokens)
             tokens[sample, :start] = self._prompts[sample, :start]

@@ -65,8 +65,8 @@ class Segments:
         (first, _), *others = self._answers
         ids = first.expert_ids
         for (before, _), (answer, _) in zip(self._answers, others, strict=False):
-            known = len(ids) - before.filled
-            ids = np.concatenate([ids[:known], answer.expert_ids[known:]])
+            recorded = len(ids) - before.filled
+            ids = np.concatenate([ids[:recorded], answer.expert_ids[recorded:]])
         last, _ = self._answers[-1]
         answers = [answer for answer, _ in self._answers]
         return Joined(

@@ -9,6 +9,7 @@ other request is sent until all of them are answered and the servers have the we
 answer are those of the time when its request was sent.
 """
 
+import functools
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Set
@@ -64,6 +65,7 @@ class Server:
         """The version of the weights that it has confirmed."""
         self.dialect: Dialect | None = None
         """Its interface. None until it is recognised."""
+        self._running = set[anyio.CancelScope]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request, again while the server says that it is busy, and return the answer.
@@ -72,6 +74,20 @@ class Server:
             ServerDown: if there is no answer within the limit, or one that says that the server cannot.
             EngineError: if the server rejects the request, which another attempt would not change.
         """
+        with anyio.CancelScope() as scope:
+            self._running.add(scope)
+            try:
+                return await self._post(path, body)
+            finally:
+                self._running.discard(scope)
+        raise ServerDown(f"{path}: {self.down}")
+
+    def give_up(self) -> None:
+        """End the requests that run, which raise `ServerDown`: the server does not answer any more."""
+        for scope in self._running:
+            scope.cancel()
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         end = time.monotonic() + self._settings.seconds
         while True:
             response = await self._send("POST", path, max(end - time.monotonic(), 0.001), json=dict(body))
@@ -247,9 +263,16 @@ class Servers:
         server.down = reason
         self._notify()
 
-    async def revive(self) -> None:
+    async def wait_while_held(self) -> None:
+        """Wait until `go_on`, if requests are held: servers may get weights that this process does not know yet."""
+        while self._held:
+            await self._changed.wait()
+
+    async def revive(self, *, while_held: bool = False) -> None:
         """Ask the servers that are down whether they are back, for as long as the task runs."""
         while True:
+            if not while_held:
+                await self.wait_while_held()
             async with anyio.create_task_group() as group:
                 for server in self._servers:
                     if server.down is not None:
@@ -259,7 +282,7 @@ class Servers:
     async def _wait_for_one(self) -> None:
         """Wait until a server is up, as `borrow` does."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self.revive)
+            group.start_soon(functools.partial(self.revive, while_held=True))
             while not self._up:
                 await self._wait_for_change()
             group.cancel_scope.cancel()
@@ -274,6 +297,7 @@ class Servers:
             await server.dialect.interrupt()
         except ServerDown as error:
             self.mark_down(server, str(error))
+            server.give_up()
 
     async def _ready(self, server: Server) -> None:
         """Bring a server up, or note why it is down."""

@@ -24,13 +24,14 @@ def together[T](part: Callable[[], T]) -> T:
     """Return what this process's part of some work returns. All processes call it.
 
     Raises:
-        EngineError: on all processes, if the part of one raises it.
+        Exception: the error of this process's part.
+        EngineError: if the part of another process failed.
     """
     results, error = list[T](), None
     try:
         results.append(part())
-    except EngineError as found:
-        error = found
+    except Exception as raised:
+        error = raised
     failed = processes_where(error is not None)
     if error is not None:
         raise error
@@ -50,7 +51,7 @@ def share_generation(part: Callable[[], Generation], samples: int) -> Generation
         The generation, with the routes of this process's samples.
 
     Raises:
-        EngineError: on all processes, if the part of one raises it.
+        EngineError: if the part of another process failed. This process raises the error of its own part.
     """
     if process_count() == 1:
         return part()

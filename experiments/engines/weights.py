@@ -14,6 +14,7 @@ from typing import Final
 from experiments.engines.protocol import EngineError
 from experiments.rl.processes import is_first, text_from_first
 from relibra_jax.models import LanguageModel, save_pretrained
+from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.hf_config import saved_dtype
 
 MEMORY: Final = Path("/dev/shm")
@@ -51,11 +52,12 @@ class WeightFolders:
         """
         folder = self._folder / f"version-{version}"
         try:
-            if is_first():
-                if not self._shared:
-                    remove_left(self._folder.parent)
-                self._folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
+            with fail_together(f"making {self._folder}"):
+                if is_first():
+                    if not self._shared:
+                        remove_left(self._folder.parent)
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    shutil.rmtree(folder, ignore_errors=True)
             save_pretrained(policy, folder, source=self._source, dtype=saved_dtype(self._source))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error

@@ -209,7 +209,7 @@ class Worker:
         allowed = np.ones(self.config.vocabulary, bool)
         allowed[list(draw.forbidden)] = False
         most = max(request.max_new_tokens for request in requests)
-        # Continued responses have fewer tokens left, and need no programs of their own.
+        # Continued responses have fewer tokens left, and need no programs of their own if their prompts fit.
         length = min((each for each in self._lengths if each >= most), default=most)
         self._lengths.add(length)
         responses = generate_in_waves(

@@ -39,6 +39,10 @@ class BatchesAhead:
             self._batches.append(self._executor.submit(self._prepare(later)))
         return self._batches.popleft().result()
 
-    def close(self) -> None:
-        """Forget the batches that have not begun, and wait for the one that is sampled."""
-        self._executor.shutdown(cancel_futures=True)
+    def forget(self) -> None:
+        """Begin no further batch."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self) -> None:
+        """Wait for the batch that is sampled."""
+        self._executor.shutdown()

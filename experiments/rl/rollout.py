@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Key
 
 from experiments.engines.embedded import EmbeddedEngine
-from experiments.engines.protocol import UNSAMPLED, Generation, RolloutEngine, Sampling, Sent
+from experiments.engines.protocol import UNSAMPLED, EngineError, Generation, RolloutEngine, Sampling, Sent
 from experiments.engines.sharing import own_part, share_generation
 from experiments.rl.batches_ahead import BatchesAhead
 from experiments.rl.configs import Train
@@ -84,9 +84,11 @@ class Sampler:
 
     def close(self) -> None:
         """End what runs beside the run, and free what the engine holds outside of this process."""
+        if self._ahead is not None:
+            self._ahead.forget()
         self.engine.close()
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.wait()
 
     def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
         """Sample the responses of the next step, and start to score them.
@@ -114,6 +116,9 @@ class Sampler:
                 ahead = self._ahead
                 generation = share_generation(lambda: ahead.take(step), len(examples))
         responses, finished = generation.responses, ~generation.dropped
+        if not finished.any():
+            first = generation.failures[0] if generation.failures else "the engine gave none"
+            raise EngineError(f"step {step}: no sample has a response: {first}")
         scoring = executor.submit(self.score, examples, responses, clock, finished, generation.failures)
         return Rollout(
             responses,
@@ -374,10 +379,10 @@ class Sampler:
         age = np.concatenate(
             [self.state.step - each.version[each.version != UNSAMPLED] for each in generations]
         )
-        oldest = int(age.max())
+        oldest = int(age.max(initial=0))
         assert oldest <= self.config.staleness, f"a token is {oldest} updates old"
         return {
-            "rollout/staleness": float(age.mean()),
+            "rollout/staleness": mean_or_none(age.astype(np.float64)),
             "rollout/staleness_max": oldest,
             "rollout/continued": sum(int(_has_several(each.version).sum()) for each in generations),
             "rollout/sync_seconds": sent.seconds,

@@ -125,8 +125,8 @@ class _Batch:
         """
         assert self._watch is not None
         flags = np.zeros(self._samples, bool)
-        known = np.concatenate([*(wave.mask.any(1) for wave in self._waves), ended])[: self._samples]
-        flags[: len(known)] = known
+        so_far = np.concatenate([*(wave.mask.any(1) for wave in self._waves), ended])[: self._samples]
+        flags[: len(so_far)] = so_far
 
         def count() -> Batch:
             return join_counts([*self._counts, *([] if counts is None else [counts()])], self._samples)

@@ -58,15 +58,19 @@ def check_same_plan(tree: Any, *, what: str = "plan") -> None:
 
 
 def check_everywhere(check: Callable[[], None]) -> None:
-    """Check what only this process has, and raise ValueError on every process if it is wrong on any.
+    """Check what only this process has, and raise on every process if it is wrong on any.
 
     Every process must call this function.
+
+    Raises:
+        Exception: the error of this process's check.
+        ValueError: if the check of another process failed.
     """
-    error = None
+    error: Exception | None = None
     try:
         check()
-    except ValueError as found:
-        error = found
+    except Exception as raised:
+        error = raised
     failed = processes_where(error is not None)
     if error is not None:
         raise error

@@ -39,20 +39,25 @@ def own_ranks(mesh: Mesh) -> Int[np.ndarray, " D"]:
     return np.flatnonzero([device.process_index == process for device in mesh.devices.ravel()])
 
 
-def deal_rows(own: Int[np.ndarray, " b"], num_rows: int, mesh: Mesh) -> Places:
+def deal_rows(own: Int[np.ndarray, " b"], num_rows: int, mesh: Mesh, axes: tuple[str, ...]) -> Places:
     """Deal the rows of every process to its ranks in turn. All processes call it.
 
     Args:
         own: the numbers in the batch of the rows that this process has.
         num_rows: B, the number of rows of all processes.
         mesh: the mesh of the ranks.
+        axes: the mesh axes over which rows are sharded.
 
     Returns:
         The place of each row of the batch.
 
     Raises:
-        ValueError: if a row belongs to no process or to several.
+        ValueError: if a row belongs to no process or to several, or if the mesh has other axes, or in another order.
     """
+    if tuple(axes) != mesh.axis_names:
+        raise ValueError(
+            f"own: rows of processes go to meshes whose axes are all those of tokens, {axes}, not {mesh.axis_names}"
+        )
     ranks, index = own_ranks(mesh), np.arange(len(own))
     owners, rank, place = (np.zeros(num_rows, np.int32) for _ in range(3))
     np.add.at(owners, own, 1)

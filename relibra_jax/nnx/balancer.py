@@ -48,6 +48,7 @@ from relibra_jax.nnx.checks import (
     check_experts_in_place,
     check_finite,
     check_model_homes,
+    check_own,
     check_plans_from_counts,
     check_replay_layers,
     expert_marks,
@@ -374,6 +375,8 @@ class Balancer:
             ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, if a stage has
                 fewer samples than micro-batches, or if ``updates`` does not have a number for each stage.
         """
+        if own is not None and replay is None:
+            raise ValueError("own names the samples of a replay, and there is none")
         self._set_cost(model)
         stages = self._over_groups(stages)
         if replay is None and counts is None:
@@ -608,6 +611,8 @@ class Balancer:
         size = {"num_experts": self.parallel.topology.num_experts, "num_layers": self.num_layers}
 
         def check() -> None:
+            if routes.own is not None:
+                check_own(routes.own, routes.replay, num_samples)
             if counts is None:
                 check_replay_layers(routes.replay, **size)
             else:
@@ -615,6 +620,7 @@ class Balancer:
             if self.sequences != "padded":
                 check_aligned_left(np.asarray(routes.replay.mask))
 
+        num_samples = routes.num_samples()
         if routes.own is None:
             check()
         else:

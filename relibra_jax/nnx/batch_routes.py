@@ -2,7 +2,7 @@
 
 With several processes, a process may have the routes of its own samples alone. Everything that is counted from routes
 is a sum over samples, so each process counts its own, and the processes add up their counts. The routes themselves
-travel once, to the ranks that train on them (`relibra_jax.execution.row_exchange`).
+go to the ranks that train on them (`relibra_jax.execution.row_exchange`).
 """
 
 from collections.abc import Sequence

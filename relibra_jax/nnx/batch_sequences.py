@@ -42,7 +42,7 @@ class BatchSequences(NamedTuple):
     def to_ranks(self, samples: PyTree, own: Int[Array, " b"] | None = None) -> PyTree:
         """Put arrays ``[B, ...]`` on the ranks, as `relibra_jax.nnx.PreparedBatch.to_ranks` describes it."""
         rows = self.num_samples if own is None else len(own)
-        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh)
+        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh, self._axes)
 
         def move(path: Any, leaf: Any) -> jax.Array:
             samples = np.asarray(leaf)
@@ -65,7 +65,7 @@ class BatchSequences(NamedTuple):
     def from_ranks(self, sequences: PyTree, own: Int[Array, " b"] | None = None) -> PyTree:
         """Bring arrays ``[M, sequences, ...]`` back, as `relibra_jax.nnx.PreparedBatch.from_ranks` describes it."""
         is_real = self.samples != EMPTY
-        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh)
+        places = None if own is None else deal_rows(np.asarray(own), self.num_samples, self._mesh, self._axes)
 
         def move(path: Any, leaf: Any) -> np.ndarray:
             if np.shape(leaf)[: self.samples.ndim] != self.samples.shape:

@@ -170,6 +170,20 @@ def check_counts(batch: Batch, routes: BatchRoutes | None, *, num_experts: int, 
     return top_k
 
 
+def check_own(own: Int[np.ndarray, " b"], replay: RoutingReplay, num_samples: int) -> None:
+    """Raise ValueError unless this process's samples have different numbers of the batch, one for each."""
+    if not np.issubdtype(own.dtype, np.integer) or own.shape != (len(replay.mask),):
+        raise ValueError(
+            f"own: expected integers [{len(replay.mask)}], one for each sample of the replay, not {own.dtype}"
+            f"{list(own.shape)}"
+        )
+    if own.size and not 0 <= own.min() <= own.max() < num_samples:
+        raise ValueError(
+            f"own: samples {own.min()}..{own.max()} must be in 0..{num_samples - 1}: the processes have {num_samples}"
+            " samples together"
+        )
+
+
 def check_plans_from_counts(parallel: ExpertParallel, top_k: int) -> None:
     """Raise ValueError if layers run in a way whose loads do not follow from the counts of samples."""
     if parallel.split_sequences:

@@ -88,7 +88,8 @@ class PreparedBatch:
         """The number of tokens that each rank sends to each node, including its own, on the hierarchical path.
 
         None on the flat path, for live routing, and under jit. Upper bounds if the batch was prepared from counts alone
-        (`relibra_jax.routing.visits.most_visits`).
+        (`relibra_jax.routing.visits.most_visits`), or from the routes of each process's own samples
+        (`relibra_jax.routing.visits.possible_visits`).
         """
         return None if self.host is None else self.host.visits
 
@@ -178,8 +179,8 @@ class PreparedBatch:
                 brings all results to every process.
 
         Returns:
-            The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed sequences; zeros (False) for
-            samples outside this stage.
+            The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed sequences; with ``own`` b of
+            these rows; zeros (False) for samples outside this stage.
 
         Raises:
             ValueError: if an array has different numbers of micro-batches and sequences, or the balancer has

@@ -68,7 +68,14 @@ def _split_plan(
 def dispatched_load(
     replay: RoutingReplay, assignment: Assignment, topology: Topology, *, striped: bool
 ) -> Int[jax.Array, "M L N G E"]:
-    """Count the token copies that every rank dispatches to every expert, in layers that are striped or not."""
+    """Count the token copies that every rank dispatches to every expert, in layers that are striped or not.
+
+    ``replay`` may have no samples, if all of a stage are with other processes.
+    """
+    if not len(replay.mask):
+        micro_batches, layers = len(assignment.sample), replay.expert_ids.shape[2]
+        ranks = (topology.num_nodes, topology.ranks_per_node)
+        return jnp.zeros((micro_batches, layers, *ranks, topology.num_experts), jnp.int32)
     if striped:
         return striped_load(replay, assignment, topology)
     return assigned_load(sample_load(replay, num_experts=topology.num_experts), assignment)
