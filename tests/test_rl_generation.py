@@ -275,7 +275,7 @@ def test_generate_stays_on_the_mesh_and_rejects_bad_input(without_type_checks):
         options = {"max_new_tokens": ROOM, "ends": [EOS], **options}
         return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **options)
 
-    for leaf in call():
+    for leaf in jax.tree.leaves(call()):
         assert leaf.sharding.is_equivalent_to(PARALLEL.token_sharding, leaf.ndim)
     with pytest.raises(ValueError, match=r"prompts: expected \[B, ...\] with B a multiple of 8 .*\(12, 5\)"):
         call(prompts=PROMPTS[:12])
