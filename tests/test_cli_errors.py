@@ -114,8 +114,8 @@ OPTIONS = {
     "another run": (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
     "a run's unknown option": (
         run_training,
-        ["demo", "--token-levl"],
-        f"{UNKNOWN}--token-levl; did you mean --token-level?",
+        ["demo", "--token-weight"],
+        f"{UNKNOWN}--token-weight; did you mean --token-weights?",
     ),
     "a run's value": (
         run_training,

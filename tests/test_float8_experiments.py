@@ -9,7 +9,7 @@ from experiments.float8.hot_ranks import HotRanks
 from experiments.float8.policy_error import compare
 from experiments.float8.recompute_time import FLOAT8_FLOPS, PLANNED, price_recompute
 from experiments.program import run_program
-from experiments.rl.step import Clip
+from experiments.rl.losses import Clip
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import BatchPlan, Topology

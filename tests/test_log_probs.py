@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 
 from experiments.rl import generation
+from experiments.rl.losses import Clip
 from experiments.rl.policy import TINY, make_agent
-from experiments.rl.step import Clip, TrainingBatch, recompute, update
+from experiments.rl.step import TrainingBatch, recompute, update
 from relibra_jax.contract.types import Topology
 from relibra_jax.models import make_model, token_log_probs
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh

@@ -20,10 +20,11 @@ from experiments.model_memory import (
     table_row,
 )
 from experiments.rl.configs import Train
+from experiments.rl.losses import Clip
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import TINY, make_agent
 from experiments.rl.state import run_sizes
-from experiments.rl.step import Clip, TrainingBatch, update
+from experiments.rl.step import TrainingBatch, update
 from experiments.step_memory import RunSizes, host_bytes, memory_by_stage, rank_gigabytes, rank_parameters
 from relibra_jax import Topology
 from relibra_jax.contract.types import RoutingReplay

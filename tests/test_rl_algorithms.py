@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.runs import SMALL
 
-from experiments.rl.advantages import relative_advantages
+from experiments.rl.advantages import Group, relative_advantages
 from experiments.rl.algorithms import ALGORITHMS, Critic, RolloutBatch
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
@@ -42,7 +42,7 @@ def random_batch(algorithm, seed=0):
 
 
 def targets_of(algorithm, batch):
-    return ALGORITHMS[algorithm].compute_targets(batch, CRITIC, responses_per_prompt=PER_PROMPT)
+    return ALGORITHMS[algorithm].compute_targets(batch, CRITIC, Group(), responses_per_prompt=PER_PROMPT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -10,11 +10,12 @@ from support.runs import SMALL
 from experiments.rl.algorithms import Critic
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
+from experiments.rl.losses import Clip
 from experiments.rl.policy import ValueHead, token_values
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult, prepare_live
-from experiments.rl.step import Clip, CriticTargets, TrainingBatch, update
+from experiments.rl.step import CriticTargets, TrainingBatch, update
 from experiments.rl.targets import initialize_critic
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.types import Topology

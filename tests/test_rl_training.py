@@ -342,7 +342,7 @@ def test_score_responses_masks_only_the_sample_whose_reward_function_raises():
     assert rewards.scored.sum() == len(examples) - 1
     assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
     assert "KeyError('b')" in rewards.failures[0]
-    weight = np.asarray(token_weights(response & rewards.scored[:, None], token_level=True))
+    weight = np.asarray(token_weights(response & rewards.scored[:, None]))
     assert not weight[5].any()
     assert weight.sum() == pytest.approx(1, abs=1e-6)
 

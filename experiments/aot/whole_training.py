@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.stack import with_shardings
 from experiments.aot.whole_settings import COMPILER_OPTIONS, Cluster, Lowered, Whole
+from experiments.rl.losses import Clip
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
-from experiments.rl.step import Clip, TrainingBatch, recompute, update
+from experiments.rl.step import TrainingBatch, recompute, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan
 from relibra_jax.execution import ExpertParallel, prepare_layers
 from relibra_jax.execution.memory import HOST, to_host

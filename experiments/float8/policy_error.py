@@ -27,9 +27,9 @@ from rich.table import Table
 from experiments.float8.hot_ranks import HotRanks, mark_hot_ranks
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
+from experiments.rl.losses import Clip
 from experiments.rl.run_folder import saved_config
 from experiments.rl.stages import Stages, prepare_stages, recompute_planned
-from experiments.rl.step import Clip
 from experiments.rl.train import run_train
 from experiments.rl.trainer import EVALUATION, Trainer
 from relibra_jax.contract.plan import rank_load

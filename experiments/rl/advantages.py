@@ -5,6 +5,9 @@ the advantage
 
     A_i = (r_i - mean over the prompt) / (standard deviation over the prompt + 1e-6)
 
+Dr. GRPO (arXiv:2503.20783) does not divide. RLOO (arXiv:2402.14740) does not either, and takes the mean over the other
+responses. Some trainers divide by the deviation of a sample, with n - 1 in place of n.
+
 Generalized advantage estimation (arXiv:1506.02438) uses a critic, with the value V_t of the state before token t. A
 response of l tokens has one reward R, at its end; gamma is the discount and lambda the decay:
 
@@ -19,6 +22,7 @@ reward yet. T-PPO's extended generalized advantage estimation (arXiv:2506.15050)
 at the cut: V_l = V_{l-1}.
 """
 
+import dataclasses
 import functools
 from typing import Final
 
@@ -27,19 +31,49 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from relibra_jax.contract.types import Array
+from relibra_jax.support.suggestions import suggest_names
 
+BASELINES: Final = ("all", "others")
+DEVIATIONS: Final = ("population", "sample", "none")
 SMALLEST_DEVIATION: Final = 1e-6
 """The number that is added to a standard deviation before dividing by it."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """How responses to the same prompt are compared.
+
+    Raises:
+        ValueError: if a name is unknown.
+    """
+
+    baseline: str = "all"
+    """The responses whose mean is subtracted: all, or the others (RLOO)."""
+    deviation: str = "population"
+    """The standard deviation that divides: population (GRPO), sample (n - 1), or none (Dr. GRPO, RLOO)."""
+
+    def __post_init__(self) -> None:
+        for name, names in (("baseline", BASELINES), ("deviation", DEVIATIONS)):
+            value = getattr(self, name)
+            if value not in names:
+                raise ValueError(
+                    f"group.{name} {value!r} must be one of {', '.join(names)}{suggest_names(value, names)}"
+                )
+
+
 def relative_advantages(
-    rewards: Float[Array, " B"], scored: Bool[Array, " B"], *, responses_per_prompt: int
+    rewards: Float[Array, " B"],
+    scored: Bool[Array, " B"],
+    group: Group = Group(),
+    *,
+    responses_per_prompt: int,
 ) -> Float[jax.Array, " B"]:
     """Compute how much better each response is than the other responses to its prompt.
 
     Args:
         rewards: the reward of every sample. Responses to one prompt are next to each other.
         scored: False for responses without a reward, which are left out of their prompt's mean and deviation.
+        group: how the responses to a prompt are compared.
         responses_per_prompt: the number of responses to each prompt, a divisor of B.
 
     Returns:
@@ -54,11 +88,17 @@ def relative_advantages(
     count = jnp.maximum(scored.sum(1, keepdims=True), 1)
     mean = jnp.where(scored, rewards, 0).sum(1, keepdims=True) / count
     centred = jnp.where(scored, rewards - mean, 0)
-    deviation = jnp.sqrt(jnp.square(centred).sum(1, keepdims=True) / count)
+    if group.baseline == "others":
+        # r_i - mean of the others is (r_i - mean of all) * n / (n - 1).
+        centred = centred * count / jnp.maximum(count - 1, 1)
+    if group.deviation != "none":
+        freedom = count if group.deviation == "population" else jnp.maximum(count - 1, 1)
+        squares = jnp.where(scored, jnp.square(rewards - mean), 0).sum(1, keepdims=True)
+        centred = centred / (jnp.sqrt(squares / freedom) + SMALLEST_DEVIATION)
     # The mean of equal rewards may be rounded; dividing this error by its own deviation would make it an advantage.
     highest = jnp.where(scored, rewards, -jnp.inf).max(1, keepdims=True)
     differ = highest > jnp.where(scored, rewards, jnp.inf).min(1, keepdims=True)
-    return jnp.where(differ, centred / (deviation + SMALLEST_DEVIATION), 0).reshape(-1)
+    return jnp.where(differ, centred, 0).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnames=("discount", "decay"))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from experiments.rl.advantages import (
+    Group,
     discounted_returns,
     generalized_advantages,
     relative_advantages,
@@ -87,19 +88,21 @@ class Targets(NamedTuple):
 class ComputeTargets(Protocol):
     """An algorithm: a function from a batch, and the settings of critic and groups, to the training targets."""
 
-    def __call__(self, batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+    def __call__(
+        self, batch: RolloutBatch, critic: Critic, group: Group, *, responses_per_prompt: int
+    ) -> Targets:
         """Compute the training targets. Responses to one prompt are next to each other in the batch."""
 
 
-def grpo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+def grpo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses_per_prompt: int) -> Targets:
     """Apply GRPO (arXiv:2402.03300): the tokens of a response get its advantage over the prompt's other responses."""
     usable = jnp.asarray(batch.usable)
-    advantages = relative_advantages(batch.rewards, usable, responses_per_prompt=responses_per_prompt)
+    advantages = relative_advantages(batch.rewards, usable, group, responses_per_prompt=responses_per_prompt)
     policy_mask = batch.response_mask & usable[:, None]
     return Targets(policy_mask, jnp.where(policy_mask, advantages[:, None], 0))
 
 
-def ppo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+def ppo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses_per_prompt: int) -> Targets:
     """Apply PPO (arXiv:1707.06347) with whitened generalized advantages. The returns are advantages plus values."""
     mask = batch.response_mask & jnp.asarray(batch.usable)[:, None]
     advantages = _generalized_advantages(batch, critic)
@@ -107,7 +110,7 @@ def ppo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: in
     return Targets(mask, whiten(advantages, mask), mask, advantages + batch.values)
 
 
-def tppo_targets(batch: RolloutBatch, critic: Critic, *, responses_per_prompt: int) -> Targets:
+def tppo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses_per_prompt: int) -> Targets:
     """Apply T-PPO (arXiv:2506.15050).
 
     The policy learns from all new tokens, by whitened extended generalized advantages. The critic learns from all

@@ -15,16 +15,17 @@ import tyro
 
 from experiments.engines.settings import EngineRequests
 from experiments.float8.hot_ranks import HotRanks
+from experiments.rl.advantages import Group
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
 from experiments.rl.groups import copies_of_machine
+from experiments.rl.losses import LOSSES, WEIGHTS, Clip
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
-from experiments.rl.step import Clip
 from experiments.rl.waves import check_wave
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
@@ -179,8 +180,12 @@ class Train:
     """The number of passes over a batch. Each pass makes ``updates`` optimizer updates."""
     clip: Clip = dataclasses.field(default_factory=Clip)
     correction: Correction = dataclasses.field(default_factory=Correction)
-    token_level: bool = True
-    """Whether every token has the same weight in the loss (DAPO), and not every response (GRPO)."""
+    loss: str = "clip"
+    """The policy loss: clip (PPO, GRPO, DAPO), gspo or cispo."""
+    token_weights: str = "tokens"
+    """What has the same weight in the loss: tokens (DAPO) or responses (GRPO).
+    With length, tokens have one that depends on neither, ``response_tokens`` to a response (Dr. GRPO)."""
+    group: Group = dataclasses.field(default_factory=Group)
     balance: float = 0.02
     """The factor of the batch's load-balancing loss. Without it, tiny routers send all tokens to a few experts."""
     replay: bool = True
@@ -240,6 +245,8 @@ class Train:
         for name, table in (
             ("policy", POLICIES),
             ("algorithm", ALGORITHMS),
+            ("loss", LOSSES),
+            ("token_weights", WEIGHTS),
             ("planner", PLANNERS),
             ("dtype", DTYPES),
             ("moments", DTYPES),
@@ -352,10 +359,19 @@ class Train:
     def _check_algorithm(self) -> None:
         """Check that the settings of a critic or of DAPO belong to the algorithm."""
         entry = self.algorithm_entry
-        for name, used in (("critic", entry.critic), ("dapo", entry.dynamic_sampling)):
+        parts = (
+            ("critic", entry.critic),
+            ("dapo", entry.dynamic_sampling),
+            ("group", entry.group_relative),
+        )
+        for name, used in parts:
             part = getattr(self, name)
             if part != type(part)() and not used:
                 raise ValueError(f"algorithm={self.algorithm} does not use {part}")
+        if self.loss == "cispo" and self.clip.dual is not None:
+            raise ValueError(
+                f"clip.dual={self.clip.dual} is not for loss=cispo, whose ratios have no gradient"
+            )
         if entry.dynamic_sampling and self._plans_ahead:
             raise ValueError(
                 f"algorithm={self.algorithm} replaces prompts after their responses are scored, so plan_ahead="

@@ -1,12 +1,18 @@
-"""The losses of reinforcement learning: the clipped losses of policy and critic, over a whole batch.
+"""The losses of reinforcement learning: the losses of policy and critic, over a whole batch.
 
 With the ratio rho_t = exp(log p_t - log p_old_t), the advantage A_t and the weight w_t of every token t (PPO,
 arXiv:1707.06347; clip-higher and token-level weights from DAPO, arXiv:2503.14476),
 
-    policy = - sum_t w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+    clip     - sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
+    gspo     the same with the ratio of the whole response, exp(mean over its tokens of log rho) (arXiv:2507.18071)
+    cispo    - sum_t w_t stop_gradient(clip(rho_t, 1 - low, 1 + high)) A_t log p_t (arXiv:2506.13585)
 
-    w_t    = 1 / tokens of the batch                                   token-level: every token counts the same
-           = 1 / (responses of the batch * tokens of its response)     sample-level: every response counts the same
+The dual clip (arXiv:1912.09729) bounds the first two for negative advantages: at least ``dual`` A_t counts in place of
+the minimum. The weights are, over what is learned from,
+
+    tokens       1 / tokens of the batch
+    responses    1 / (responses of the batch * tokens of its response)
+    length       1 / (responses of the batch * largest length of a response) (Dr. GRPO, arXiv:2503.20783)
 
 and with the value V_t, the one before the updates V_old_t and the return R_t,
 
@@ -16,14 +22,17 @@ Weights, advantages and returns are computed for the whole batch, before its sam
 ranks. The loss is then a sum over tokens, which does not depend on the assignment.
 """
 
+import dataclasses
 from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.types import Array
 
+LOSSES: Final = ("clip", "gspo", "cispo")
+WEIGHTS: Final = ("tokens", "responses", "length")
 LARGEST_LOG_RATIO: Final = 20.0
 """The bound of log-ratios before they are exponentiated: e^20 is 4.9e8, and larger ones overflow in gradients."""
 
@@ -39,21 +48,63 @@ class PolicyLoss(NamedTuple):
     """The weighted sum of ``rho - 1 - log rho``, an estimate of KL(old, new) that is never negative."""
 
 
-def token_weights(mask: Bool[Array, "B T"], *, token_level: bool) -> Float[jax.Array, "B T"]:
-    """Compute the weight of every token in the loss.
+class TokenResponses(NamedTuple):
+    """The responses to which the tokens of a micro-batch belong."""
+
+    number: Int[Array, "*samples #T"]
+    """The number of the response of each token; any for tokens without a weight."""
+    total: int
+    """The number of responses, above all numbers."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip:
+    """The clip of the ratio of new to old probability in the policy loss. The defaults are DAPO's clip-higher.
+
+    Raises:
+        ValueError: if ``low`` is not in 0..1, ``high`` is negative, or ``dual`` is not above 1.
+    """
+
+    low: float = 0.2
+    """The distance below 1 at which the ratio is clipped."""
+    high: float = 0.28
+    """The distance above 1 at which the ratio is clipped. GRPO uses 0.2."""
+    dual: float | None = None
+    """The largest factor of negative advantages, such as 3. None for no bound."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1:
+            raise ValueError(f"clip.low={self.low} must be at least 0 and at most 1")
+        if not self.high >= 0:
+            raise ValueError(f"clip.high={self.high} must be at least 0")
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"clip.dual={self.dual} must be above 1")
+
+
+def token_weights(
+    mask: Bool[Array, "B T"], kind: str = "tokens", *, length: int | None = None
+) -> Float[jax.Array, "B T"]:
+    """Compute the weight of every token in the loss; the formulas are at the top of the file.
 
     Args:
         mask: True on the tokens that are learned from.
-        token_level: whether every token has the same weight (DAPO), and not every sample (GRPO).
+        kind: one of `WEIGHTS`.
+        length: the largest length of a response, for ``length``.
 
     Returns:
-        The weights, which add up to 1 over the batch, or to 0 if nothing is learned from.
+        The weights. For ``tokens`` and ``responses`` they add up to 1 over the batch; all are 0 if nothing is learned
+        from.
 
-    >>> token_weights(jnp.array([[1, 1], [0, 1]], bool), token_level=False).tolist()
-    [[0.25, 0.25], [0.0, 0.5]]
+    >>> mask = jnp.array([[1, 1], [0, 1]], bool)
+    >>> token_weights(mask, "responses").tolist(), token_weights(mask, "length", length=4).tolist()
+    ([[0.25, 0.25], [0.0, 0.5]], [[0.125, 0.125], [0.0, 0.125]])
     """
     weights = jnp.asarray(mask).astype(jnp.float32)
-    if not token_level:
+    if kind == "length":
+        assert length is not None
+        return weights / (length * jnp.maximum(mask.any(1).sum(), 1))
+    if kind == "responses":
         weights = weights / jnp.maximum(weights.sum(1, keepdims=True), 1)
     return weights / jnp.maximum(weights.sum(), 1e-9)
 
@@ -64,37 +115,67 @@ def policy_loss(
     advantages: Float[Array, "*samples T"],
     weights: Float[Array, "*samples T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip: Clip,
+    kind: str = "clip",
+    responses: TokenResponses | None = None,
 ) -> PolicyLoss:
-    """Compute the clipped policy loss; the formula is at the top of the file.
+    """Compute the policy loss; the formulas are at the top of the file.
 
     Args:
         log_probs: the log-probabilities of the tokens under the current policy. Gradients flow through them.
         old_log_probs: the log-probabilities of the same tokens under the policy before the updates.
         advantages: the advantages of the tokens, from `experiments.rl.algorithms`.
         weights: the weights of the tokens, as `token_weights` returns them.
-        clip_low: the distance below 1 at which the ratio is clipped.
-        clip_high: the distance above 1 at which the ratio is clipped. In DAPO's clip-higher it exceeds ``clip_low``.
+        clip: the bounds of the ratio.
+        kind: one of `LOSSES`.
+        responses: the response of each token, for ``gspo``.
 
     Returns:
         The loss and its statistics.
 
     >>> log_probs, old_log_probs = jnp.array([[0.5]]), jnp.array([[0.0]])
     >>> advantages, weights = jnp.array([[2.0]]), jnp.array([[1.0]])
-    >>> loss = policy_loss(log_probs, old_log_probs, advantages, weights, clip_low=0.2, clip_high=0.3)
+    >>> loss = policy_loss(log_probs, old_log_probs, advantages, weights, clip=Clip(high=0.3))
     >>> round(float(loss.loss), 3), float(loss.clipped)
     (-2.6, 1.0)
     """
     used = weights > 0
+    log_prob = jnp.where(used, log_probs, 0)
     log_ratio = jnp.where(used, log_probs - jax.lax.stop_gradient(old_log_probs), 0)
-    log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    ratio = jnp.exp(log_ratio)
-    unclipped = ratio * advantages
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
-    share = jnp.where(clipped < unclipped, weights, 0).sum()
-    kl = (weights * (ratio - 1 - log_ratio)).sum()
-    return PolicyLoss(-(weights * jnp.minimum(unclipped, clipped)).sum(), share, jax.lax.stop_gradient(kl))
+    kl = _kl(jax.lax.stop_gradient(_bounded(log_ratio)), weights)
+    if kind == "gspo":
+        assert responses is not None, "gspo needs the responses of tokens"
+        log_ratio = _mean_by_response(log_ratio, used, responses)
+    ratio = jnp.exp(_bounded(log_ratio))
+    bounded = jnp.clip(ratio, 1 - clip.low, 1 + clip.high)
+    if kind == "cispo":
+        outside = jnp.where(bounded == ratio, 0, weights).sum()
+        factor = jax.lax.stop_gradient(bounded) * advantages
+        return PolicyLoss(-(weights * factor * log_prob).sum(), jax.lax.stop_gradient(outside), kl)
+    unclipped, clipped = ratio * advantages, bounded * advantages
+    gain = jnp.minimum(unclipped, clipped)
+    if clip.dual is not None:
+        gain = jnp.where(advantages < 0, jnp.maximum(gain, clip.dual * advantages), gain)
+    share = jnp.where(gain != unclipped, weights, 0)
+    return PolicyLoss(-(weights * gain).sum(), jax.lax.stop_gradient(share.sum()), kl)
+
+
+def _bounded(log_ratio: Float[Array, "..."]) -> Float[jax.Array, "..."]:
+    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def _kl(log_ratio: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[jax.Array, ""]:
+    return (weights * (jnp.exp(log_ratio) - 1 - log_ratio)).sum()
+
+
+def _mean_by_response(
+    values: Float[Array, "*samples T"], used: Bool[Array, "*samples T"], responses: TokenResponses
+) -> Float[jax.Array, "*samples T"]:
+    """Return for every token the mean over the used tokens of its response, wherever in the batch they are."""
+    number = jnp.broadcast_to(jnp.where(used, responses.number, responses.total), values.shape)
+    sums = jnp.zeros(responses.total + 1).at[number].add(jnp.where(used, values, 0))
+    tokens = jnp.zeros(responses.total + 1).at[number].add(jnp.where(used, 1.0, 0.0))
+    return (sums / jnp.maximum(tokens, 1))[number]
 
 
 def value_loss(

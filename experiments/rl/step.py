@@ -7,7 +7,6 @@ of rows that every slot computed, so that `relibra_jax.nnx.check_executed` can c
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
-from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
+from experiments.rl.losses import (
+    Clip,
+    PolicyLoss,
+    TokenResponses,
+    policy_loss,
+    supervised_loss,
+    value_loss,
+)
 from experiments.rl.optimizer import clip_factor
 from experiments.rl.policy import Agent, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
@@ -103,27 +109,6 @@ class StepMetrics(NamedTuple):
     """The number of expert choices in which the live router differs from the record. 0 without a record."""
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True, kw_only=True)
-class Clip:
-    """The clip of the ratio of new to old probability in the policy loss. The defaults are DAPO's clip-higher.
-
-    Raises:
-        ValueError: if ``low`` is not in 0..1, or ``high`` is negative.
-    """
-
-    low: float = 0.2
-    """The distance below 1 at which the ratio is clipped."""
-    high: float = 0.28
-    """The distance above 1 at which the ratio is clipped. GRPO uses 0.2."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise ValueError(f"clip.low={self.low} must be at least 0 and at most 1")
-        if not self.high >= 0:
-            raise ValueError(f"clip.high={self.high} must be at least 0")
-
-
 prepare_residents = nnx.jit(prepare_residents_of)
 """`relibra_jax.nnx.prepare_residents` under jit, for residents that a recompute and the first update after it share."""
 
@@ -175,7 +160,7 @@ def recompute(
 
 
 @nnx.jit(
-    static_argnames=("temperature", "clip", "critic", "balance"),
+    static_argnames=("temperature", "clip", "loss", "num_samples", "critic", "balance"),
     donate_argnames=("agent", "optimizer", "residents"),
 )
 def update(
@@ -188,6 +173,8 @@ def update(
     *,
     temperature: float = 1.0,
     clip: Clip | None = None,
+    loss: str = "clip",
+    num_samples: int = 0,
     critic: Critic | None = None,
     balance: float = 0.0,
 ) -> StepMetrics:
@@ -207,6 +194,8 @@ def update(
             in this program.
         temperature: the sampling temperature of the responses.
         clip: the clip of the policy loss. None trains with supervision.
+        loss: the policy loss, one of `experiments.rl.losses.LOSSES`.
+        num_samples: B, the number of samples of the batch, for ``gspo``.
         critic: the settings of the critic's loss, for samples with targets of the critic.
         balance: the factor of the load-balancing loss, which is a mean over layers and is 1 for even loads.
 
@@ -225,8 +214,9 @@ def update(
                 samples.old_log_probs,
                 samples.advantages,
                 samples.weights,
-                clip_low=clip.low,
-                clip_high=clip.high,
+                clip=clip,
+                kind=loss,
+                responses=_responses(samples, num_samples) if loss == "gspo" else None,
             )
         critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
@@ -253,6 +243,14 @@ def update(
     apply_gradients(agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm))
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, norm, _as_micro_batches(load), *counts)
+
+
+def _responses(samples: TrainingBatch, num_samples: int) -> TokenResponses:
+    """Return the response of each token of a micro-batch: a sample of its own, or one of several in a sequence."""
+    if samples.packing is not None:
+        return TokenResponses(jnp.asarray(samples.packing.segments), num_samples)
+    sequences = len(samples.tokens)
+    return TokenResponses(jnp.arange(sequences)[:, None], sequences)
 
 
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:

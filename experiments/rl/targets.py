@@ -75,7 +75,7 @@ def compute_targets(
         values=values,
     )
     targets = config.algorithm_entry.compute_targets(
-        batch, config.critic, responses_per_prompt=config.responses_per_prompt
+        batch, config.critic, config.group, responses_per_prompt=config.responses_per_prompt
     )
     return _corrected(config, jax.device_get(targets), rollout, recomputed), int((~finite).sum())
 
@@ -111,7 +111,8 @@ def add_targets(
 
     def weigh(mask):
         weights = [
-            token_weights(mask[samples], token_level=config.token_level) for samples in config.mini_batches
+            token_weights(mask[samples], config.token_weights, length=config.response_tokens)
+            for samples in config.mini_batches
         ]
         return np.concatenate(weights)
 

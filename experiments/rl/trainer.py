@@ -120,7 +120,7 @@ class Trainer:
         config, state, clock = self.config, self.state, StepClock()
         examples = self.prompts.draw((self.seed, SUPERVISED, state.step), config.samples)
         tokens, mask, answer_mask = self.prompts.supervise(examples)
-        weights = token_weights(answer_mask, token_level=True)
+        weights = token_weights(answer_mask)
         with clock("update"):
             batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
             # The load of live routing is known only after a run, so a recompute counts it.
@@ -262,6 +262,8 @@ class Trainer:
                     balance=config.balance,
                     temperature=config.temperature,
                     clip=config.clip,
+                    loss=config.loss,
+                    num_samples=config.samples,
                     critic=config.critic,
                 )
                 update_metrics, residents = on_every_host(update_metrics, self.mesh), None
