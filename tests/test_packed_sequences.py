@@ -156,10 +156,15 @@ def test_packed_sequences_reject_samples_not_aligned_left():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("algorithm", "split", "replay"),
-    [("grpo", False, True), ("ppo", False, True), ("ppo", True, True), ("grpo", True, False)],
+    ("algorithm", "split", "replay", "loss"),
+    [
+        ("grpo", False, True, "gspo"),
+        ("ppo", False, True, "clip"),
+        ("ppo", True, True, "gspo"),
+        ("grpo", True, False, "cispo"),
+    ],
 )
-def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, split, replay):
+def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, split, replay, loss):
     """With answers of uneven length, packed sequences give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
@@ -176,6 +181,7 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, sp
         config = Train(
             **settings,
             algorithm=algorithm,
+            loss=loss,
             micro_batches=2,
             anneal_steps=20,
             pack_sequences=pack_sequences,

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.rl.advantages import (
+    Group,
     discounted_returns,
     generalized_advantages,
     relative_advantages,
@@ -32,6 +33,32 @@ def test_relative_advantages_compare_the_scored_responses_to_a_prompt():
                 (REWARDS[i] - np.mean(REWARDS[used])) / (np.std(REWARDS[used]) + 1e-6) if i in used else 0
             )
             assert actual[i] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["all", "others"])
+@pytest.mark.parametrize("deviation", ["population", "sample", "none"])
+def test_relative_advantages_of_all_kinds_equal_a_loop_in_float64(baseline, deviation):
+    """Dr. GRPO is all and none, RLOO is others and none."""
+    group = Group(baseline=baseline, deviation=deviation)
+    actual = relative_advantages(REWARDS, SCORED, group, responses_per_prompt=PER_PROMPT)
+    rewards = REWARDS.astype(np.float64)
+    for first in range(0, SAMPLES, PER_PROMPT):
+        used = [i for i in range(first, first + PER_PROMPT) if SCORED[i]]
+        assert len(used) > 1
+        for i in used:
+            others = [j for j in used if j != i]
+            centred = rewards[i] - rewards[used if baseline == "all" else others].mean()
+            divisor = {
+                "population": rewards[used].std() + 1e-6,
+                "sample": rewards[used].std(ddof=1) + 1e-6,
+                "none": 1,
+            }[deviation]
+            assert actual[i] == pytest.approx(centred / divisor, rel=1e-5, abs=1e-6)
+
+
+def test_kinds_of_comparison_that_are_unknown_are_named():
+    with pytest.raises(ValueError, match=r"group\.baseline 'other' must be one of all, others; did you mean"):
+        Group(baseline="other")
 
 
 def test_relative_advantages_are_0_for_equal_rewards_and_unscored_responses():

@@ -13,6 +13,7 @@ from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.generation import Responses
+from experiments.rl.losses import Clip
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.run_folder import saved_config
@@ -133,8 +134,9 @@ def test_compute_targets_masks_and_counts_samples_without_finite_values():
         {"algorithm": "dapo", "dapo": Dapo(overlong_share=0.5)},
         {"evaluate_every": 2},
         {"correction": Correction(kind="mask", high=5.0)},
+        {"loss": "gspo", "clip": Clip(dual=3.0), "group": Group(deviation="none")},
     ],
-    ids=["tppo", "dapo", "evaluate_every", "correction"],
+    ids=["tppo", "dapo", "evaluate_every", "correction", "loss"],
 )
 def test_saved_config_equals_the_settings(changes, tmp_path):
     config = Train(**(SMALL | changes))
@@ -145,6 +147,12 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"loss": "gpso"}, "loss 'gpso' must be one of clip, gspo, cispo; did you mean"),
+        (
+            {"loss": "cispo", "clip": Clip(dual=3.0)},
+            "clip.dual=3.0 is not for loss=cispo, whose ratios have no gradient",
+        ),
+        ({"algorithm": "ppo", "group": Group(baseline="others")}, "algorithm=ppo does not use Group"),
         ({"algorithm": "gppo"}, "algorithm 'gppo' must be one of grpo, dapo, ppo, tppo; did you mean"),
         (
             {"algorithm": "tppo"},
