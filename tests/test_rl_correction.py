@@ -55,17 +55,33 @@ def test_without_a_correction_weights_are_1_and_there_are_no_metrics():
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
 def test_advantages_are_weighted_and_masked_tokens_are_not_learned_from(kind):
     config = Train(correction=Correction(kind=kind), prompts=2, responses_per_prompt=4, micro_batches=1)
-    everywhere, ids = np.ones_like(RESPONSE), np.zeros((*RESPONSE.shape, 1, 1), np.uint8)
-    tokens, whole = np.zeros(RESPONSE.shape, np.int32), np.ones(8, bool)
-    responses = Responses(tokens, everywhere, RESPONSE, ids, SAMPLED, whole)
-    rewards = Rewards(np.arange(8, dtype=np.float32), whole, [])
-    rollout = Rollout(responses, RESPONSE, whole, lambda: rewards, None, 0, {})
-    targets, _ = compute_targets(config, rollout, rewards, RecomputeResult(OLD, None))
+    targets = targets_of(config, np.ones(8, bool))
     weights = importance_weights(OLD, SAMPLED, config.correction)
     np.testing.assert_array_equal(targets.policy_mask, RESPONSE & (weights > 0))
     first = RESPONSE[1].argmax()
     advantage = (1 - 1.5) / np.std(np.arange(4))
     np.testing.assert_allclose(targets.advantages[1, first], advantage * weights[1, first], rtol=1e-4)
+
+
+def targets_of(config, ended):
+    """Return the targets of a batch whose rewards are 0 to 7."""
+    everywhere, ids = np.ones_like(RESPONSE), np.zeros((*RESPONSE.shape, 1, 1), np.uint8)
+    tokens, whole = np.zeros(RESPONSE.shape, np.int32), np.ones(8, bool)
+    responses = Responses(tokens, everywhere, RESPONSE, ids, SAMPLED, ended)
+    rewards = Rewards(np.arange(8, dtype=np.float32), whole, [])
+    rollout = Rollout(responses, RESPONSE, whole, lambda: rewards, None, 0, {})
+    return compute_targets(config, rollout, rewards, RecomputeResult(OLD, None))[0]
+
+
+def test_truncated_responses_are_masked_if_the_run_says_so():
+    ended = np.arange(8) % 3 > 0
+    settings = {"prompts": 2, "responses_per_prompt": 4, "micro_batches": 1}
+    whole = targets_of(Train(**settings), ended)
+    masked = targets_of(Train(**settings, mask_truncated=True), ended)
+    np.testing.assert_array_equal(whole.policy_mask, RESPONSE)
+    np.testing.assert_array_equal(masked.policy_mask, RESPONSE & ended[:, None])
+    # They still count in the mean of their group.
+    np.testing.assert_array_equal(masked.advantages, whole.advantages)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from flax import nnx
 from support.runs import SIZES, SMALL
 
 from experiments.rl.configs import Train
-from experiments.rl.optimizer import SECOND_MOMENT, store_state_in
+from experiments.rl.optimizer import AdamW, learning_rate, make_optimizer, store_state_in
 from experiments.rl.trainer import Trainer
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.models import pretrained_tensors
@@ -36,9 +36,45 @@ def trained(moments):
     return trainer, [trainer.warm_up(), trainer.warm_up(), trainer.learn()]
 
 
+def test_settings_of_adamw_reach_optax():
+    settings = AdamW(b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.1, schedule="cosine", rising_updates=1)
+    actual = make_optimizer(0.5, 0.1, 2, settings, updates=5, critic_rate=None, moments="float32")
+    rates = [0.5, 0.5, 0.0, *(0.1 * 0.5 * (1 + np.cos(np.pi * np.arange(4) / 4)))]
+    params, rng = {"x": jnp.ones(3)}, np.random.default_rng(0)
+    state = actual.init(params)
+    mu, nu = np.zeros(3), np.zeros(3)
+    for step, rate in enumerate(rates):
+        gradient = rng.normal(size=3)
+        updates, state = actual.update({"x": jnp.asarray(gradient, jnp.float32)}, state, params)
+        mu, nu = 0.8 * mu + 0.2 * gradient, 0.9 * nu + 0.1 * gradient**2
+        scaled = mu / (1 - 0.8 ** (step + 1)) / (np.sqrt(nu / (1 - 0.9 ** (step + 1))) + 1e-3)
+        np.testing.assert_allclose(updates["x"], -rate * (scaled + 0.1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"schedule": "cosin"},
+            r"adamw\.schedule 'cosin' must be one of constant, cosine, linear; did you mean",
+        ),
+        ({"b2": 1.5}, r"adamw\.b2=1\.5 must be at least 0 and at most 1"),
+        ({"final_share": 0.1}, r"adamw\.final_share=0\.1 is not for a constant learning rate"),
+        ({"largest_gradient": 0.0}, r"adamw\.largest_gradient=0\.0 must be"),
+    ],
+)
+def test_settings_of_adamw_that_mean_nothing_are_rejected(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(**settings)
+
+
+def test_the_learning_rate_of_a_run_without_updates_is_defined():
+    assert float(learning_rate(0.1, AdamW(schedule="cosine", rising_updates=4), 1)(0)) == 0
+
+
 def test_moments_in_bfloat16_give_the_updates_of_float32_up_to_rounding():
     """Gradients change in size tenfold, and the moments must follow them up and down."""
-    exact = optax.scale_by_adam(b2=SECOND_MOMENT)
+    exact = optax.scale_by_adam(b2=AdamW().b2)
     rounded = store_state_in("bfloat16", exact)
     states = [tx.init(jnp.zeros(1000)) for tx in (exact, rounded)]
     rng = np.random.default_rng(0)

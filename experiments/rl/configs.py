@@ -23,6 +23,7 @@ from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
 from experiments.rl.groups import copies_of_machine
 from experiments.rl.losses import LOSSES, WEIGHTS, Clip
+from experiments.rl.optimizer import AdamW
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
@@ -180,6 +181,8 @@ class Train:
     """The number of passes over a batch. Each pass makes ``updates`` optimizer updates."""
     clip: Clip = dataclasses.field(default_factory=Clip)
     correction: Correction = dataclasses.field(default_factory=Correction)
+    mask_truncated: bool = False
+    """Whether the policy learns nothing from responses that reached their largest length."""
     loss: str = "clip"
     """The policy loss: clip (PPO, GRPO, DAPO), gspo or cispo."""
     token_weights: str = "tokens"
@@ -199,7 +202,8 @@ class Train:
     float8_recompute: bool = False
     """Whether ranks above ``float8_above`` also use float8 when old log-probabilities are recomputed."""
     learning_rate: float = 3e-4
-    """The learning rate of updates from responses."""
+    """The learning rate of updates from responses, the largest if it changes."""
+    adamw: AdamW = dataclasses.field(default_factory=AdamW)
     warmup_learning_rate: float = 3e-3
     """The learning rate of supervised updates."""
     evaluation_batches: int = 4

@@ -55,7 +55,8 @@ class State:
             policy.config = config.model_config
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
         tx = make_optimizer(
-            *(config.warmup_learning_rate, config.learning_rate, config.warmup_steps),
+            *(config.warmup_learning_rate, config.learning_rate, config.warmup_steps, config.adamw),
+            updates=max(config.steps * config.epochs * config.updates, 1),
             critic_rate=config.critic.rate if config.algorithm_entry.critic else None,
             moments=config.moments,
         )

@@ -160,7 +160,7 @@ def recompute(
 
 
 @nnx.jit(
-    static_argnames=("temperature", "clip", "loss", "num_samples", "critic", "balance"),
+    static_argnames=("temperature", "clip", "loss", "num_samples", "critic", "balance", "largest_gradient"),
     donate_argnames=("agent", "optimizer", "residents"),
 )
 def update(
@@ -177,6 +177,7 @@ def update(
     num_samples: int = 0,
     critic: Critic | None = None,
     balance: float = 0.0,
+    largest_gradient: float = 1.0,
 ) -> StepMetrics:
     """Take one optimizer step on the gradient of all micro-batches, in place.
 
@@ -198,6 +199,7 @@ def update(
         num_samples: B, the number of samples of the batch, for ``gspo``.
         critic: the settings of the critic's loss, for samples with targets of the critic.
         balance: the factor of the load-balancing loss, which is a mean over layers and is 1 for even loads.
+        largest_gradient: the norm to which larger gradients are clipped.
 
     Returns:
         The metrics of the update.
@@ -240,7 +242,9 @@ def update(
         in_place=True,
     )
     norm = optax.tree.norm(gradients)
-    apply_gradients(agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm))
+    apply_gradients(
+        agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm, largest_gradient)
+    )
     policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, critic_loss, norm, _as_micro_batches(load), *counts)
 

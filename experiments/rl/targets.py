@@ -77,7 +77,11 @@ def compute_targets(
     targets = config.algorithm_entry.compute_targets(
         batch, config.critic, config.group, responses_per_prompt=config.responses_per_prompt
     )
-    return _corrected(config, jax.device_get(targets), rollout, recomputed), int((~finite).sum())
+    targets = jax.device_get(targets)
+    if config.mask_truncated:
+        truncated = rollout.finished & ~np.asarray(rollout.responses.ended)
+        targets = targets._replace(policy_mask=targets.policy_mask & ~truncated[:, None])
+    return _corrected(config, targets, rollout, recomputed), int((~finite).sum())
 
 
 def _corrected(config: Train, targets: Targets, rollout: Rollout, recomputed: RecomputeResult) -> Targets:

@@ -125,7 +125,15 @@ class Trainer:
             batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
             # The load of live routing is known only after a run, so a recompute counts it.
             batch_load = recompute(state.on_devices(), batch, samples, temperature=1.0).load.sum((0, 2, 3))
-            metrics = update(state.agent, state.optimizer, batch, samples, batch_load, balance=config.balance)
+            metrics = update(
+                state.agent,
+                state.optimizer,
+                batch,
+                samples,
+                batch_load,
+                balance=config.balance,
+                largest_gradient=config.adamw.largest_gradient,
+            )
             metrics = on_every_host(metrics, self.mesh)
             self._check_finite(metrics)
         state.step += 1
@@ -260,6 +268,7 @@ class Trainer:
                     batch.batch_plan.load.sum((0, 2, 3)),
                     residents,
                     balance=config.balance,
+                    largest_gradient=config.adamw.largest_gradient,
                     temperature=config.temperature,
                     clip=config.clip,
                     loss=config.loss,
