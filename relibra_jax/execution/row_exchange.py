@@ -58,15 +58,21 @@ def deal_rows(own: Int[np.ndarray, " b"], num_rows: int, mesh: Mesh, axes: tuple
         raise ValueError(
             f"own: rows of processes go to meshes whose axes are all those of tokens, {axes}, not {mesh.axis_names}"
         )
+    check_owners(own, num_rows)
     ranks, index = own_ranks(mesh), np.arange(len(own))
-    owners, rank, place = (np.zeros(num_rows, np.int32) for _ in range(3))
-    np.add.at(owners, own, 1)
+    rank, place = (np.zeros(num_rows, np.int32) for _ in range(2))
     rank[own], place[own] = ranks[index % len(ranks)], index // len(ranks)
-    owners, rank, place = add_up((owners, rank, place))
+    return Places(*add_up((rank, place)))
+
+
+def check_owners(own: Int[np.ndarray, " b"], num_rows: int) -> None:
+    """Raise ValueError, on all processes, unless every row of a batch is with one of them. All processes call it."""
+    owners = np.zeros(num_rows, np.int32)
+    np.add.at(owners, own, 1)
+    owners = add_up(owners)
     if (owners != 1).any():
         row = int((owners != 1).argmax())
         raise ValueError(f"own: sample {row} of {num_rows} is with {owners[row]} processes, not with one")
-    return Places(rank, place)
 
 
 def put_rows(

@@ -28,6 +28,7 @@ from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_everywhere
+from relibra_jax.execution.row_exchange import check_owners
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -625,6 +626,7 @@ class Balancer:
             check()
         else:
             check_everywhere(check)
+            check_owners(routes.own, num_samples)
 
     def _lay_out_stages(
         self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
