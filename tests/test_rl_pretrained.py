@@ -40,7 +40,7 @@ SETTINGS = {
 def folder(tmp_path_factory):
     """Make a checkpoint of GLM-4.5's architecture: dense first layer, shared expert, biases, correction bias."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "TINY", dataclasses.replace(TINY, **SMALLEST))
+        patch.setattr(tiny_checkpoint, "POLICIES", {"tiny": dataclasses.replace(TINY, **SMALLEST)})
         return tiny_checkpoint.make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", "glm4_moe")
 
 
