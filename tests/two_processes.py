@@ -127,7 +127,7 @@ def routes_stay_with_the_process_that_has_them():
             np.testing.assert_array_equal(batch.from_ranks(inputs[0], **options), x[rows])
         np.testing.assert_allclose(*losses, rtol=1e-6)
     wrong = routes.expert_ids + np.uint8(100 * NUMBER)
-    message = ("rejected their part of the batch", "expert id 1")[NUMBER]
+    message = (r"checking the routes of a batch: failed on processes \[1\] of 2", "expert id 1")[NUMBER]
     with pytest.raises(ValueError, match=message):
         part.balancer.prepare(part.model, part.optimizer, routes._replace(expert_ids=wrong), own=own)
     first = RoutingReplay(*(np.asarray(leaf)[:5] for leaf in replay))

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from experiments.engines.protocol import EngineError, Generation
 from experiments.rl.processes import process_count, texts_of_all
-from relibra_jax.execution.plan_agreement import add_up, processes_where
+from relibra_jax.execution.plan_agreement import add_up, fail_together, gather_rows
 
 
 def own_part(samples: int) -> Int[np.ndarray, " b"]:
@@ -27,17 +27,8 @@ def together[T](part: Callable[[], T]) -> T:
         Exception: the error of this process's part.
         EngineError: if the part of another process failed.
     """
-    results, error = list[T](), None
-    try:
-        results.append(part())
-    except Exception as raised:
-        error = raised
-    failed = processes_where(error is not None)
-    if error is not None:
-        raise error
-    if failed.size:
-        raise EngineError(f"processes {failed.tolist()} of {process_count()} cannot go on; they say why")
-    return results[0]
+    with fail_together("sampling with servers", EngineError):
+        return part()
 
 
 def share_generation(part: Callable[[], Generation], samples: int) -> Generation:
@@ -58,15 +49,10 @@ def share_generation(part: Callable[[], Generation], samples: int) -> Generation
     generation, own = together(part), own_part(samples)
     responses = generation.responses
 
-    def place(leaf: np.ndarray) -> np.ndarray:
-        whole = np.zeros((samples, *leaf.shape[1:]), leaf.dtype)
-        whole[own] = leaf
-        return whole
-
     rest = responses._replace(expert_ids=responses.ended)._asdict()
     rest.pop("own")
     arrays = (rest, generation.version, generation.dropped, generation.filled)
-    whole, version, dropped, filled = add_up(jax.tree.map(place, arrays))
+    whole, version, dropped, filled = gather_rows(arrays, own, samples)
     return Generation(
         type(responses)(**{**whole, "expert_ids": responses.expert_ids}, own=own),
         version,

@@ -13,8 +13,8 @@ from typing import Final
 
 from experiments.engines.protocol import EngineError
 from experiments.rl.processes import is_first, text_from_first
+from relibra_jax.execution.plan_agreement import fail_together
 from relibra_jax.models import LanguageModel, save_pretrained
-from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.hf_config import saved_dtype
 
 MEMORY: Final = Path("/dev/shm")

@@ -6,9 +6,10 @@ sends. Comparing 32 bytes beforehand is cheap. If only one process plans,
 `jax.experimental.multihost_utils.broadcast_one_to_all` can send its plan to the others.
 """
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -57,27 +58,28 @@ def check_same_plan(tree: Any, *, what: str = "plan") -> None:
         raise ValueError(f"{what}: processes {different} of {jax.process_count()} differ from process 0")
 
 
-def check_everywhere(check: Callable[[], None]) -> None:
-    """Check what only this process has, and raise on every process if it is wrong on any.
+@contextlib.contextmanager
+def fail_together(operation: str, error_of_others: type[Exception] = ValueError) -> Iterator[None]:
+    """Run the body of the ``with`` statement on every process, and continue only if no process raised an error.
 
-    Every process must call this function.
+    Args:
+        operation: a description of the body, for the error message on the processes that succeeded.
+        error_of_others: the type of their error.
 
     Raises:
-        Exception: the error of this process's check.
-        ValueError: if the check of another process failed.
+        Exception: the error of this process's body; of type ``error_of_others`` if the body failed on another process,
+            with its number in the message.
     """
-    error: Exception | None = None
+    error = None
     try:
-        check()
+        yield
     except Exception as raised:
         error = raised
     failed = processes_where(error is not None)
     if error is not None:
         raise error
     if failed.size:
-        raise ValueError(
-            f"processes {failed.tolist()} of {jax.process_count()} rejected their part of the batch"
-        )
+        raise error_of_others(f"{operation}: failed on processes {failed.tolist()} of {jax.process_count()}")
 
 
 def add_up[T](tree: T) -> T:
@@ -98,6 +100,23 @@ def add_up[T](tree: T) -> T:
         )
 
     return jax.device_get(_sums(mesh)(jax.tree.map(spread, tree)))
+
+
+def gather_rows[T](tree: T, own: Int[np.ndarray, " b"], num_rows: int) -> T:
+    """Put the rows that each process has of host arrays into the order of the whole. Every process must call it.
+
+    Args:
+        tree: arrays ``[b, ...]`` with the rows of this process.
+        own: the number in the whole of each row. Every row is with one process.
+        num_rows: B, the number of rows of the whole.
+    """
+
+    def place(leaf: np.ndarray) -> np.ndarray:
+        whole = np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+        whole[own] = leaf
+        return whole
+
+    return add_up(jax.tree.map(place, tree))
 
 
 @functools.cache

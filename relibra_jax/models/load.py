@@ -19,7 +19,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import Array, Topology
 from relibra_jax.execution.mesh import check_mesh
-from relibra_jax.models.agreement import fail_together
+from relibra_jax.execution.plan_agreement import fail_together
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_config import load_config, read_config
 from relibra_jax.models.hf_tensors import EXPERTS, Part

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import DTypeLike
 
-from relibra_jax.models.agreement import fail_together
+from relibra_jax.execution.plan_agreement import fail_together
 from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.export import pretrained_tensors, tensor_dtype
 from relibra_jax.models.hf_config import config_fields, differences, load_config, read_config

@@ -7,6 +7,7 @@ optimizer state. The caller then runs its own training loop. The pure functions 
 `relibra_jax.nnx.reorder_experts`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -27,7 +28,7 @@ from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, c
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.plan_agreement import check_everywhere
+from relibra_jax.execution.plan_agreement import fail_together
 from relibra_jax.execution.row_exchange import check_owners
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
@@ -611,7 +612,8 @@ class Balancer:
         """Raise ValueError unless the routes are valid, or belong to counts; on all processes if it is on one."""
         size = {"num_experts": self.parallel.topology.num_experts, "num_layers": self.num_layers}
 
-        def check() -> None:
+        num_samples, alone = routes.num_samples(), routes.own is not None
+        with fail_together("checking the routes of a batch") if alone else contextlib.nullcontext():
             if routes.own is not None:
                 check_own(routes.own, routes.replay, num_samples)
             if counts is None:
@@ -620,12 +622,7 @@ class Balancer:
                 check_counts(counts, routes, **size)
             if self.sequences != "padded":
                 check_aligned_left(np.asarray(routes.replay.mask))
-
-        num_samples = routes.num_samples()
-        if routes.own is None:
-            check()
-        else:
-            check_everywhere(check)
+        if routes.own is not None:
             check_owners(routes.own, num_samples)
 
     def _lay_out_stages(

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from relibra_jax.contract.planner import Planner
 from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
-from relibra_jax.execution.plan_agreement import add_up
+from relibra_jax.execution.plan_agreement import add_up, gather_rows
 from relibra_jax.planning.batch import Batch, count_for_planner, may_be_positive
 from relibra_jax.planning.routes import TOKENS, Routes, token_places
 from relibra_jax.planning.transitions import count_transitions
@@ -55,7 +55,7 @@ class BatchRoutes:
         samples = self.num_samples()
         load = sample_load(self.replay, num_experts=topology.num_experts)
         own_lengths = np.asarray(self.replay.mask).sum(1, dtype=np.int32)
-        load, lengths = self._of_batch((np.asarray(load), own_lengths), samples)
+        load, lengths = gather_rows((np.asarray(load), own_lengths), self.own, samples)
         routes = transitions = None
         if any(may_be_positive(price.crossing) for price in prices):
             routes = self._sample_routes(lengths)
@@ -86,16 +86,6 @@ class BatchRoutes:
         row = np.full(max(int(sample.max(initial=0)), int(self.own.max(initial=0))) + 2, EMPTY, np.int32)
         row[self.own] = np.arange(len(self.own))
         return row[sample]  # EMPTY is the last entry
-
-    def _of_batch[T](self, counts: T, samples: int) -> T:
-        """Put the counts of all processes' samples into the order of the batch."""
-
-        def place(leaf: np.ndarray) -> np.ndarray:
-            whole = np.zeros((samples, *leaf.shape[1:]), leaf.dtype)
-            whole[self.own] = leaf
-            return whole
-
-        return add_up(jax.tree.map(place, counts))
 
     def _sample_routes(self, lengths: Int[np.ndarray, " B"]) -> Routes:
         """Take tokens at even distances (`relibra_jax.planning.routes.sample_routes`), each from the process that has
