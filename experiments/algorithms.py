@@ -1,106 +1,162 @@
-"""``python -m experiments.algorithms``: compare GRPO, PPO and T-PPO on long answers, for the same seeds and steps.
+"""``python -m experiments.algorithms``: compare GRPO, PPO and T-PPO, with and without windows, at equal tokens.
 
-Each algorithm trains on the built-in task ``numbers``, whose answers are mostly short and sometimes long. A rollout
-therefore waits for its longest response, which the windows of T-PPO avoid. The same command resumes a stopped
-comparison. It writes a folder of runs for every algorithm, ``algorithms.json`` and ``algorithms.png`` to ``--out``. All
-numbers are measured on the devices of this host; all except times are determined by the seeds.
+Answers are mostly short and sometimes long. Rollouts of whole responses wait for the longest one, which windows avoid.
+With a window, GRPO and PPO learn from a response in the batch in which it ends (*credit at the end*), and T-PPO from
+the new tokens of every batch, as published. The same command resumes a stopped comparison. It writes a folder of runs
+for every variant, ``algorithms.json`` and ``algorithms.png`` to ``--out``. All numbers except times are determined by
+the seeds. Runs are on one device: what is learned does not depend on the plan.
 """
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+from jaxtyping import Float
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from experiments.program import run_program
-from experiments.rl.algorithms import ALGORITHMS, Critic
 from experiments.rl.configs import Train
+from experiments.rl.correction import Correction
 from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.run_folder import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
+from relibra_jax.evaluation import Ranks
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.suggestions import suggest_names
 
-COMPARED: Final = {"grpo": (SERIES[0], "o"), "ppo": (SERIES[2], "s"), "tppo": (SERIES[1], "^")}
-"""The compared algorithms, with their colours and markers."""
-LONG_ANSWERS: Final = Train(
-    task="numbers",
+
+class Variant(NamedTuple):
+    """An algorithm with or without windows."""
+
+    name: str
+    """The name in the table and the figure."""
+    algorithm: str
+    """The name of the algorithm."""
+    windows: bool
+    """Whether rollouts sample windows."""
+    batches: float
+    """The number of batches that run about as many tokens as one of GRPO."""
+    colour: str
+    marker: str
+
+
+VARIANTS: Final[Mapping[str, Variant]] = MappingProxyType(
+    {
+        "grpo": Variant("GRPO", "grpo", False, 1.0, SERIES[0], "o"),
+        "grpo-windows": Variant("GRPO in windows", "grpo", True, 1.7, SERIES[1], "^"),
+        "ppo": Variant("PPO", "ppo", False, 1.0, SERIES[2], "s"),
+        "ppo-windows": Variant("T-PPO, credit at the end", "ppo", True, 1.6, SERIES[3], "v"),
+        "tppo": Variant("T-PPO as published", "tppo", True, 0.9, SERIES[4], "D"),
+    }
+)
+"""The compared variants by the name of their folder."""
+RUN: Final = Train(
+    ranks=Ranks(nodes=1, ranks_per_node=1),
+    planner="static",
+    anneal_steps=0,
+    pack_sequences=False,
     prompts=16,
     responses_per_prompt=8,
-    prompt_tokens=12,
-    response_tokens=96,
     micro_batches=2,
     epochs=2,
     learning_rate=5e-4,
-    warmup_steps=64,
-    steps=40,
     evaluation_batches=2,
-    evaluate_every=10,
+    evaluate_every=6,
 )
-"""The settings that all runs share."""
-WINDOW: Final = 24
-"""The window of T-PPO in tokens, a quarter of the longest response."""
-CRITIC: Final = Critic(rate=3.0)
+"""The settings that all runs share. Padded sequences have one shape for batches of any number of tokens."""
+
+
+class Answers(NamedTuple):
+    """The sizes of a task."""
+
+    prompt_tokens: int
+    response_tokens: int
+    window: int
+
+
+ANSWERS: Final[Mapping[str, Answers]] = MappingProxyType(
+    {"numbers": Answers(12, 96, 24), "spell_backward": Answers(64, 12, 4)}
+)
+"""The tasks: a built-in one and one of reasoning-gym, which needs the extra ``rl``."""
+TRUNCATED: Final = Correction(kind="truncate")
+"""The correction for tokens that an older policy sampled, in windows whose responses are learned from at their end."""
 FINISHED: Final = "summary.json"
 """The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
-COLUMNS: Final = (
-    ("start", "reward_start", "{:.3f}"),
-    ("end", "reward_end", "{:.3f}"),
-    ("tokens run", "tokens_run", "{:,.0f}"),
-    ("decoding steps", "decoding_steps", "{:,.0f}"),
-    ("slots used", "slots_used_share", "{:.1%}"),
-    ("generation", "generate_seconds", "{:.0f}s"),
-    ("imbalance", "imbalance", "{:.4f}"),
-    ("static", "imbalance_static", "{:.3f}"),
-)
-"""The columns of the table: head, key of `summarise`, and format."""
-COLUMNS_EXPLAINED: Final = (
-    "start, end: mean reward on the evaluation prompts, after the warm-up and at the end; tokens run: tokens that the"
-    " model ran in rollouts, recomputes and updates; decoding steps: total of all rollouts; slots used: share of"
-    " samples times decoding steps in which a token was sampled; generation: seconds in rollouts; imbalance:"
-    " max / mean of rank load in recompute and update; static: the same for the same batches under static placement."
+EXPLAINED: Final = (
+    "Mean and standard error over seeds. All but start and end are at the tokens that every run has run, in rollouts,"
+    " recomputes and updates (tokens); decoding steps: of all rollouts until then; to GRPO's: decoding steps until the"
+    " mean reward is GRPO's at these tokens, as a share of GRPO's decoding steps; slots: share of samples x decoding"
+    " steps in which a token was sampled; explained: the critic's explained variance in the second half."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithms:
-    """Compare reinforcement-learning algorithms."""
+    """Compare reinforcement-learning algorithms.
+
+    Raises:
+        ValueError: if a task or variant is unknown.
+    """
 
     out: Path = Path("out/algorithms")
     """The folder for runs and results."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds; every algorithm runs once with each."""
-    warmup_steps: int = LONG_ANSWERS.warmup_steps
+    task: str = "numbers"
+    """The task: numbers, or spell_backward of reasoning-gym."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    """The variants. GRPO is compared with all others."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """The seeds; every variant runs once with each."""
+    warmup_steps: int = 64
     """The number of supervised updates before the first rollout."""
-    steps: int = LONG_ANSWERS.steps
-    """The number of batches of responses to learn from."""
+    steps: int = 30
+    """The number of batches that GRPO learns from. The others learn from about as many tokens."""
+
+    def __post_init__(self) -> None:
+        for name, values, table in (("task", (self.task,), ANSWERS), ("variants", self.variants, VARIANTS)):
+            for value in values:
+                if value not in table:
+                    raise ValueError(
+                        f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
+                    )
+        if "grpo" not in self.variants:
+            raise ValueError(
+                f"variants {' '.join(self.variants)} must contain grpo, with which others are compared"
+            )
 
 
-def algorithm_config(algorithm: str, config: Algorithms) -> Train:
-    """Return the settings of an algorithm's runs.
+def variant_config(variant: str, config: Algorithms) -> Train:
+    """Return the settings of a variant's runs.
 
     Args:
-        algorithm: the name of the algorithm.
+        variant: the name of the variant.
         config: the settings of the comparison.
     """
-    entry = ALGORITHMS[algorithm]
+    entry, answers = VARIANTS[variant], ANSWERS[config.task]
+    settings: dict[str, Any] = {"algorithm": entry.algorithm}
+    if entry.windows:
+        settings["window"] = answers.window
+        if entry.algorithm != "tppo":
+            settings["correction"] = TRUNCATED
     return dataclasses.replace(
-        LONG_ANSWERS,
-        algorithm=algorithm,
-        window=WINDOW if entry.windows else None,
-        critic=CRITIC if entry.critic else Critic(),
+        RUN,
+        task=config.task,
+        prompt_tokens=answers.prompt_tokens,
+        response_tokens=answers.response_tokens,
         seeds=config.seeds,
         warmup_steps=config.warmup_steps,
-        steps=config.steps,
-        out=config.out / algorithm,
+        steps=max(round(config.steps * entry.batches), 1),
+        out=config.out / variant,
+        **settings,
     )
 
 
@@ -114,26 +170,31 @@ def main(config: Algorithms) -> None:
         ValueError: if the folder contains runs with other settings.
     """
     console = Console()
-    settings = {algorithm: _settings(algorithm, config) for algorithm in COMPARED}
-    lines = {}
-    for algorithm in COMPARED:
-        folder = config.out / algorithm
+    settings = {variant: _settings(variant, config) for variant in config.variants}
+    curves: dict[str, list[Curve]] = {}
+    for variant in config.variants:
+        folder = config.out / variant
         if not (folder / FINISHED).exists():
-            run_train(settings[algorithm], console, name=algorithm)
+            run_train(settings[variant], console, name=VARIANTS[variant].name)
         if not (folder / FINISHED).exists():
             console.print("the run has stopped and is saved; run the same command to resume it")
             return
-        lines[algorithm] = [read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds]
-    summary = {algorithm: [summarise(run) for run in runs] for algorithm, runs in lines.items()}
-    write_json(config.out / "algorithms.json", {"command": _command(config), "algorithms": summary})
-    draw(config.out / "algorithms.png", lines)
-    console.print(_table(summary, config.seeds))
-    console.print(COLUMNS_EXPLAINED, style="dim")
+        curves[variant] = [
+            read_curve(read_metrics(folder / f"seed-{seed}" / "metrics.jsonl")) for seed in config.seeds
+        ]
+    summary = summarise(curves)
+    runs = {variant: [curve._asdict() for curve in of_seeds] for variant, of_seeds in curves.items()}
+    write_json(
+        config.out / "algorithms.json", {"command": _command(config), "summary": summary, "runs": runs}
+    )
+    draw(config.out / "algorithms.png", curves, config.task)
+    console.print(_table(summary, config))
+    console.print(EXPLAINED, style="dim")
 
 
-def _settings(algorithm: str, config: Algorithms) -> Train:
-    """Return the settings of an algorithm's runs, which resume the runs in the folder if there are any."""
-    new, folder = algorithm_config(algorithm, config), config.out / algorithm
+def _settings(variant: str, config: Algorithms) -> Train:
+    """Return the settings of a variant's runs, which resume the runs in the folder if there are any."""
+    new, folder = variant_config(variant, config), config.out / variant
     if not (folder / "config.json").exists():
         return new
     saved = saved_config(folder)
@@ -142,89 +203,147 @@ def _settings(algorithm: str, config: Algorithms) -> Train:
     return dataclasses.replace(saved, resume=folder)
 
 
-def summarise(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise one run over all its learning steps.
+class Curve(NamedTuple):
+    """What a run had used before each of its evaluations, the first one after the warm-up, and its rewards."""
+
+    tokens: list[int]
+    """The tokens that rollouts, recomputes and updates had run."""
+    decoding_steps: list[int]
+    """The decoding steps of all rollouts."""
+    reward: list[float]
+    """The mean reward on the evaluation prompts."""
+    slots_used_share: float
+    """The share of samples times decoding steps in which a token was sampled, in the whole run."""
+    explained_variance: float | None
+    """The mean explained variance of the critic in the second half of the run. None without a critic."""
+
+
+def read_curve(lines: Sequence[dict[str, Any]]) -> Curve:
+    """Read the curve of a run from its metrics.
 
     Args:
         lines: the metrics of the run, one dictionary for each step.
+    """
+    tokens, steps, totals, rewards = 0, 0, [], []
+    for line in lines:
+        if line["kind"] == LEARN:
+            tokens += line["batch/tokens_run"]
+            steps += line["response/decoding_steps"]
+        elif line["kind"] == EVALUATE:
+            totals.append((tokens, steps))
+            rewards.append(line["evaluation/reward"])
+    learned = [line for line in lines if line["kind"] == LEARN]
+    decoding = np.array([line["response/decoding_steps"] for line in learned])
+    used = np.array([line["response/slots_used_share"] for line in learned])
+    second_half = [line["critic/explained_variance"] for line in learned[len(learned) // 2 :]]
+    explained = [value for value in second_half if value is not None]
+    return Curve(
+        tokens=[total for total, _ in totals],
+        decoding_steps=[total for _, total in totals],
+        reward=rewards,
+        slots_used_share=float((used * decoding).sum() / decoding.sum()),
+        explained_variance=float(np.mean(explained)) if explained else None,
+    )
+
+
+def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]]:
+    """Compare the variants at the tokens that every run has run.
+
+    Args:
+        curves: the curves of every variant, one for each seed.
 
     Returns:
-        The totals, means and rewards, by name.
+        For every variant, its numbers by name: pairs of mean and standard error over the seeds.
     """
-    learn_lines = [line for line in lines if line["kind"] == LEARN]
-    evaluation_rewards = [line["evaluation/reward"] for line in lines if line["kind"] == EVALUATE]
-
-    def total(name: str) -> float:
-        return float(sum(line[name] for line in learn_lines))
-
-    def mean(name: str) -> float:
-        return float(np.mean([line[name] for line in learn_lines]))
-
-    decoding = np.array([line["response/decoding_steps"] for line in learn_lines])
-    used_shares = np.array([line["response/slots_used_share"] for line in learn_lines])
-    tokens, _ = reward_over_tokens(lines)
-    return {
-        "reward_start": evaluation_rewards[0],
-        "reward_end": evaluation_rewards[-1],
-        "reward_by_evaluation": evaluation_rewards,
-        "tokens_run_by_evaluation": tokens,
-        "tokens_run": total("batch/tokens_run"),
-        "decoding_steps": int(decoding.sum()),
-        "slots_used_share": float((used_shares * decoding).sum() / decoding.sum()),
-        "generate_seconds": total("time/generate_seconds"),
-        "step_seconds": total("time/step_seconds"),
-        "imbalance": mean("balance/imbalance"),
-        "imbalance_static": mean("balance/imbalance_static"),
-        "imbalance_worst_step": max(line["balance/imbalance"] for line in learn_lines),
-    }
+    budget = min(curve.tokens[-1] for of_seeds in curves.values() for curve in of_seeds)
+    goal = np.mean([_at(curve.tokens, curve.reward, budget) for curve in curves["grpo"]])
+    baseline = np.mean([_at(curve.tokens, curve.decoding_steps, budget) for curve in curves["grpo"]])
+    summary = {}
+    for variant, of_seeds in curves.items():
+        reached = decoding_steps_to(of_seeds, float(goal))
+        explained = [curve.explained_variance for curve in of_seeds if curve.explained_variance is not None]
+        summary[variant] = {
+            "tokens": int(budget),
+            "reward_start": _mean([curve.reward[0] for curve in of_seeds]),
+            "reward": _mean([_at(curve.tokens, curve.reward, budget) for curve in of_seeds]),
+            "reward_end": _mean([curve.reward[-1] for curve in of_seeds]),
+            "decoding_steps": _mean([_at(curve.tokens, curve.decoding_steps, budget) for curve in of_seeds]),
+            "decoding_steps_to_grpo": None if reached is None else float(reached / baseline),
+            "slots_used_share": _mean([curve.slots_used_share for curve in of_seeds]),
+            "explained_variance": _mean(explained) if explained else None,
+        }
+    return summary
 
 
-def reward_over_tokens(lines: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the tokens that learning had run before each evaluation, and the rewards of the evaluations."""
-    tokens, tokens_run, rewards = [], 0, []
-    for line in lines:
-        tokens_run += line["batch/tokens_run"] if line["kind"] == LEARN else 0
-        if line["kind"] == EVALUATE:
-            tokens.append(tokens_run)
-            rewards.append(line["evaluation/reward"])
-    return tokens, rewards
+def decoding_steps_to(curves: Sequence[Curve], reward: float) -> float | None:
+    """Return the decoding steps until the mean reward over the runs first reaches a reward. None if it never does."""
+    steps, rewards, _ = mean_curve(
+        [curve.decoding_steps for curve in curves], [curve.reward for curve in curves]
+    )
+    if rewards.max() < reward:
+        return None
+    first = int(np.argmax(rewards >= reward))
+    if first == 0:
+        return float(steps[0])
+    return float(np.interp(reward, rewards[first - 1 : first + 1], steps[first - 1 : first + 1]))
 
 
-def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """Draw the reward over tokens, the share of decoding slots used, and the imbalance.
+def mean_curve(
+    positions: Sequence[Sequence[int]], rewards: Sequence[Sequence[float]]
+) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
+    """Average the curves of several runs, up to the end of the shortest.
+
+    Args:
+        positions: where each run was evaluated, rising.
+        rewards: the rewards of each run's evaluations.
+
+    Returns:
+        The positions of the first run, and the mean reward and its standard error there.
+    """
+    end = min(each[-1] for each in positions)
+    places = np.append([float(place) for place in positions[0] if place < end], float(end))
+    values = np.array([np.interp(places, *run) for run in zip(positions, rewards, strict=True)])
+    return places, values.mean(0), values.std(0, ddof=min(len(values) - 1, 1)) / np.sqrt(len(values))
+
+
+def _at(positions: Sequence[int], values: Sequence[int] | Sequence[float], place: int) -> float:
+    return float(np.interp(place, positions, values))
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is 0 for one value."""
+    array = np.asarray(values, np.float64)
+    return float(array.mean()), float(array.std(ddof=min(len(array) - 1, 1)) / np.sqrt(len(array)))
+
+
+def draw(path: Path, curves: Mapping[str, Sequence[Curve]], task: str) -> None:
+    """Draw the mean reward over tokens and over decoding steps, with bands of one standard error.
 
     Args:
         path: the PNG file to write.
-        lines: the metrics of every run of every algorithm.
+        curves: the curves of every variant, one for each seed.
+        task: the name of the task.
     """
-    figure, (reward, slots, balance) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for algorithm, runs in lines.items():
-        colour, marker = COMPARED[algorithm]
-        for number, run in enumerate(runs):
-            learn_lines = [line for line in run if line["kind"] == LEARN]
-            step = np.arange(len(learn_lines))
-            tokens, rewards = reward_over_tokens(run)
-            name = algorithm if number == 0 else None
-            reward.plot(
-                np.array(tokens) / 1e3, rewards, color=colour, marker=marker, markersize=5, label=name
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    columns = (("tokens", 1e3, "tokens run, thousands"), ("decoding_steps", 1.0, "decoding steps"))
+    for axes, (column, unit, label) in zip(panels, columns, strict=True):
+        for variant, of_seeds in curves.items():
+            entry = VARIANTS[variant]
+            places, mean, error = mean_curve(
+                [getattr(curve, column) for curve in of_seeds], [curve.reward for curve in of_seeds]
             )
-            slots.plot(step, [line["response/slots_used_share"] for line in learn_lines], color=colour)
-            for metric, style in (("imbalance", "-"), ("imbalance_static", ":")):
-                values = [line[f"balance/{metric}"] for line in learn_lines]
-                balance.plot(step, values, style, color=colour, linewidth=1)
-    reward.set(xlabel="tokens run, thousands", ylabel="reward on evaluation prompts")
-    slots.set(xlabel="step", ylabel="decoding slots used", ylim=(0, 1))
-    balance.set(xlabel="step", ylabel="imbalance; dotted: static placement")
-    reward.legend(frameon=False)
-    for axes in (reward, slots, balance):
+            axes.plot(
+                places / unit, mean, color=entry.colour, marker=entry.marker, markersize=4, label=entry.name
+            )
+            axes.fill_between(
+                places / unit, mean - error, mean + error, color=entry.colour, alpha=0.15, linewidth=0
+            )
+        axes.set(xlabel=label)
         bare(axes, "y")
-    figure.suptitle(
-        "The task numbers: reward, decoding slots used and imbalance; one line for every seed",
-        color=INK,
-        fontsize=11,
-        x=0.01,
-        ha="left",
-    )
+    panels[0].set(ylabel="reward on evaluation prompts")
+    panels[0].legend(frameon=False)
+    seeds = len(next(iter(curves.values())))
+    figure.suptitle(f"The task {task}: mean of {seeds} seeds", color=INK, fontsize=11, x=0.01, ha="left")
     save_figure(figure, path)
 
 
@@ -242,17 +361,33 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _table(summary: dict[str, list[dict[str, Any]]], seeds: Sequence[int]) -> Table:
+def _table(summary: Mapping[str, dict[str, Any]], config: Algorithms) -> Table:
+    tokens = next(iter(summary.values()))["tokens"]
     table = Table(
-        title="GRPO, PPO and T-PPO on the task numbers", title_justify="left", box=box.SIMPLE_HEAD, padding=0
+        title=f"The task {config.task}, {len(config.seeds)} seeds, at {tokens:,} tokens",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
     )
-    for head in ("algorithm", "seed", *(head for head, *_ in COLUMNS)):
+    table.add_column("variant", no_wrap=True)
+    for head in ("start", "reward", "end", "decoding steps", "to GRPO's", "slots", "explained"):
         table.add_column(head, justify="right", no_wrap=True)
-    for algorithm, runs in summary.items():
-        for seed, numbers in zip(seeds, runs, strict=True):
-            cells = [form.format(numbers[name]) for _, name, form in COLUMNS]
-            table.add_row(algorithm, str(seed), *cells)
+    for variant, numbers in summary.items():
+        share = numbers["decoding_steps_to_grpo"]
+        table.add_row(
+            VARIANTS[variant].name,
+            *(_with_error(numbers[name], 3) for name in ("reward_start", "reward", "reward_end")),
+            _with_error(numbers["decoding_steps"], 0),
+            "not reached" if share is None else f"{share:.2f}",
+            _with_error(numbers["slots_used_share"], 2),
+            "" if numbers["explained_variance"] is None else _with_error(numbers["explained_variance"], 2),
+        )
     return table
+
+
+def _with_error(value: tuple[float, float], digits: int) -> str:
+    mean, error = value
+    return f"{mean:,.{digits}f} ± {error:.{digits}f}"
 
 
 if __name__ == "__main__":

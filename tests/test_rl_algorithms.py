@@ -33,7 +33,7 @@ def random_batch(algorithm, seed=0):
     position = np.arange(TOKENS)
     response_mask = (position >= start[:, None]) & (position < (start + length)[:, None])
     finished, new_mask = np.ones(SAMPLES, bool), response_mask
-    if entry.windows:
+    if entry.learns_unfinished:
         finished = rng.random(SAMPLES) < 0.5
         new_mask = response_mask & (position >= (start + length // 2)[:, None])
     values = rng.normal(size=response_mask.shape).astype(np.float32) if entry.critic else None
@@ -156,12 +156,11 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
         ({"algorithm": "gppo"}, "algorithm 'gppo' must be one of grpo, dapo, ppo, tppo; did you mean"),
         (
             {"algorithm": "tppo"},
-            "algorithm=tppo with window=None: tppo needs a window, and the other algorithms",
+            "algorithm=tppo needs a window, the tokens that it learns from at once",
         ),
-        ({"window": 14}, "algorithm=grpo with window=14: tppo needs a window, and the other algorithms"),
         (
-            TPPO | {"window": 7},
-            "window=7 must be at least prompt_tokens=14: every rollout runs the prompts again",
+            TPPO | {"algorithm": "dapo"},
+            "window=14 is not for algorithm=dapo, which replaces prompts by their rewards",
         ),
         (TPPO | {"window": 0}, "window=0 must be an integer of at least 1"),
         (TPPO | {"response_tokens": 43}, "response_tokens=43 must be a multiple of window=14"),

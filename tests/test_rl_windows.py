@@ -1,4 +1,4 @@
-"""T-PPO's windows: responses are carried from rollout to rollout and through checkpoints, and learned from."""
+"""Windows: responses are carried from rollout to rollout and through checkpoints, and learned from."""
 
 import dataclasses
 import json
@@ -18,7 +18,13 @@ from experiments.rl.targets import compute_targets
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
-from experiments.rl.windows import carry_nothing, carry_unfinished, fill_free_rows, join_windows
+from experiments.rl.windows import (
+    carry_nothing,
+    carry_unfinished,
+    fill_free_rows,
+    find_learned,
+    join_windows,
+)
 from experiments.run import main
 from relibra_jax.contract.types import EMPTY
 
@@ -67,6 +73,37 @@ def stepped(smallest_policy, tmp_path_factory):
             metrics = trainer.learn()
             seen.append((*generated[-1], trainer.state.carried, trainer.responses.replay, metrics))
         yield trainer, folder, seen
+
+
+@pytest.mark.slow
+def test_credit_at_the_end_learns_from_whole_groups_and_samples_no_response_that_waits(monkeypatch):
+    generate, sampled = embedded.generate_in_waves, []
+
+    def recording(policy, prompts, lengths, keys, **options):
+        sampled.append(np.asarray(lengths))
+        return generate(policy, prompts, lengths, keys, **options)
+
+    monkeypatch.setattr(embedded, "generate_in_waves", recording)
+    settings = {"pack_sequences": False, "planner": "static", "anneal_steps": 0, "learning_rate": 3e-4}
+    trainer = make(algorithm="grpo", **settings)
+    waited, waits = np.zeros(32, bool), []
+    for _ in range(3):
+        first = len(sampled)
+        metrics = trainer.learn()
+        # Rows that waited since the last step are not sampled in this one, and are learned from as they were.
+        assert not sampled[first][waited].any()
+        carried, responses = trainer.state.carried, trainer.responses
+        learned, lengths = responses.mask.any(1), responses.response_mask.sum(1)
+        assert learned.any()
+        np.testing.assert_array_equal(learned, learned.reshape(-1, 4).all(1).repeat(4))
+        np.testing.assert_array_equal(learned, carried.free)
+        assert (responses.ended | (lengths == LONGEST))[learned].all()
+        assert (responses.log_probs[responses.response_mask] < 0).all()
+        assert metrics["batch/tokens"] == responses.mask.sum()
+        assert metrics["response/decoding_steps"] <= WINDOW * (len(sampled) - first)
+        waited = (carried.to_sample(LONGEST) == 0) & ~carried.free
+        waits.append(waited.any())
+    assert any(waits[:-1])
 
 
 def restored(folder):
@@ -278,6 +315,19 @@ def test_windows_fill_join_and_carry_rows():
         [1, 1, 1, 2, 2, 0],
     ]
     assert joined.log_probs.tolist() == [[0, 0, -1, -1, -2, -2], [0, 0, -2, 0, 0, 0], [0, -1, -1, -2, -2, 0]]
+    # The first response is whole; the others have ended if an end token says so, and groups wait for all of theirs.
+    learned = find_learned(joined, response_tokens=4, compared=1)
+    assert learned.tolist() == [True, True, True]
+    assert find_learned(joined, response_tokens=5, compared=1).tolist() == [False, True, False]
+    assert find_learned(joined, response_tokens=5, compared=3).tolist() == [False] * 3
+    # A response that waits is not sampled, and keeps its tokens.
+    waiting = carry_unfinished(rows, joined, np.zeros(3, bool), step=6)
+    assert waiting.to_sample(5).tolist() == [6, 0, 5]
+    nothing = generated(np.full((3, 6), 9), [6, 0, 5], [6, 0, 5], route=3)._replace(ended=np.zeros(3, bool))
+    again = join_windows(waiting, nothing)
+    for name in ("tokens", "mask", "response_mask", "expert_ids", "log_probs"):
+        np.testing.assert_array_equal(getattr(again, name)[1], getattr(joined, name)[1], err_msg=name)
+    assert again.ended.tolist() == [False, True, False]
     carried = carry_unfinished(rows, joined, np.array([True, True, True]), step=6)
     for actual, expected in zip(carried, ROWS, strict=True):
         np.testing.assert_array_equal(actual, expected)

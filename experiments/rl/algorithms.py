@@ -148,8 +148,9 @@ class AlgorithmEntry:
     """Whether the algorithm compares responses to the same prompt, and so needs several of them."""
     dynamic_sampling: bool = False
     """Whether prompts whose responses all have the same reward are replaced, and long responses penalised."""
-    windows: bool = False
-    """Whether a rollout samples at most a window of tokens, and the next one continues the unfinished responses."""
+    learns_unfinished: bool = False
+    """Whether the policy learns from responses that a window has cut off. Otherwise it learns from all tokens of a
+    response in the batch in which it ends."""
 
 
 ALGORITHMS: Final[Mapping[str, AlgorithmEntry]] = MappingProxyType(
@@ -170,7 +171,7 @@ ALGORITHMS: Final[Mapping[str, AlgorithmEntry]] = MappingProxyType(
         "tppo": AlgorithmEntry(
             compute_targets=tppo_targets,
             critic=True,
-            windows=True,
+            learns_unfinished=True,
         ),
     }
 )

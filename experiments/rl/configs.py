@@ -144,8 +144,11 @@ class Train:
     """The largest number of tokens that the policy writes in one of several turns, its end included.
     A turn starts only if the response has room for so many. None for responses of one turn."""
     window: int | None = None
-    """The number of tokens that T-PPO adds to a response in one rollout. ``response_tokens`` must be a multiple of it.
-    The next rollout continues the responses that have not ended."""
+    """The largest number of tokens that a rollout adds to a response. ``response_tokens`` must be a multiple of it.
+    The next rollout continues the responses that have not ended.
+    With T-PPO, which needs a window, the policy learns from the new tokens of every batch; with GRPO and PPO from all
+    tokens of a response in the batch in which it ends, with all responses that it is compared with.
+    None samples whole responses."""
     temperature: float = 1.0
     """The sampling temperature, which divides the logits."""
     top_p: float = 1.0
@@ -388,24 +391,23 @@ class Train:
         return self.plan_ahead not in (type(self).plan_ahead, 1)
 
     def _check_window(self) -> None:
-        """Check the window of T-PPO."""
-        if self.algorithm_entry.windows != (self.window is not None):
-            raise ValueError(
-                f"algorithm={self.algorithm} with window={self.window}: tppo needs a window, and the other algorithms"
-                " have none"
-            )
+        """Check the window of responses."""
+        entry = self.algorithm_entry
         if self.window is None:
+            if entry.learns_unfinished:
+                raise ValueError(
+                    f"algorithm={self.algorithm} needs a window, the tokens that it learns from at once"
+                )
             return
-        if self.window < self.prompt_tokens:
+        if entry.dynamic_sampling:
             raise ValueError(
-                f"window={self.window} must be at least prompt_tokens={self.prompt_tokens}: every rollout runs the"
-                " prompts again, which must not cost more than sampling the window"
+                f"window={self.window} is not for algorithm={self.algorithm}, which replaces prompts by their rewards"
             )
         if self.response_tokens % self.window:
             raise ValueError(
                 f"response_tokens={self.response_tokens} must be a multiple of window={self.window}"
             )
-        if self.routing == "recompute":
+        if self.routing == "recompute" and entry.learns_unfinished:
             raise ValueError(
                 "algorithm=tppo needs routing=rollout: it replays the routing of the policies that sampled the tokens,"
                 " and routing=recompute records the routing of all tokens again"
@@ -425,10 +427,8 @@ class Train:
                 f"turn_tokens={self.turn_tokens} must be below response_tokens={self.response_tokens}: a second turn"
                 " needs room for so many tokens after the first"
             )
-        if self.algorithm_entry.windows:
-            raise ValueError(
-                f"turns={self.turns} is not for algorithm={self.algorithm}: its windows cut turns off"
-            )
+        if self.window is not None:
+            raise ValueError(f"turns={self.turns} is not for window={self.window}, which cuts turns off")
         if self._plans_ahead:
             raise ValueError(
                 f"turns={self.turns}: responses whose turn has ended may go on, so plan_ahead={self.plan_ahead} cannot"
@@ -463,10 +463,10 @@ class Train:
                 )
             return
         entry = self.algorithm_entry
-        if self.staleness and (entry.windows or entry.dynamic_sampling):
+        if self.staleness and (self.window is not None or entry.dynamic_sampling):
             raise ValueError(
-                f"staleness={self.staleness} is not for algorithm={self.algorithm}: which prompts it samples next"
-                " follows from this batch"
+                f"staleness={self.staleness} is not for algorithm={self.algorithm} with window={self.window}: which"
+                " prompts are sampled next follows from this batch"
             )
         for address in self.engine:
             _check_address(address)
@@ -480,9 +480,9 @@ class Train:
         for name in ("wave_samples", "float8_above"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)} is for sampling without an engine")
-        if self.requests.bad_answers == "drop" and self.algorithm_entry.windows:
+        if self.requests.bad_answers == "drop" and self.window is not None:
             raise ValueError(
-                f"requests.bad_answers=drop is not for algorithm={self.algorithm}: it continues the responses"
+                f"requests.bad_answers=drop is not for window={self.window}: the next rollout continues the responses"
             )
 
     def _check_memory(self) -> None:
@@ -507,6 +507,11 @@ class Train:
     def samples(self) -> int:
         """B, the number of samples in a batch."""
         return self.prompts * self.responses_per_prompt
+
+    @property
+    def compared(self) -> int:
+        """The number of successive samples whose rewards the algorithm compares."""
+        return self.responses_per_prompt if self.algorithm_entry.group_relative else 1
 
     @property
     def samples_at_once(self) -> int:

@@ -1,8 +1,10 @@
 """Rollouts: sampling the responses of a step in the way that its algorithm needs.
 
-Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to more prompts, until
-enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
-in the next rollout. Responses of several turns are sampled turn after turn (`experiments.rl.turns`).
+Without settings of their own, rollouts sample a whole response for every sample of the batch. DAPO samples responses to
+more prompts, until enough prompts have rewards that differ. With a window, rollouts sample so many tokens of each
+response, and continue the unfinished responses in the next rollout (`experiments.rl.windows`). A response is learned
+from in the batch in which it ends, with all of its tokens; T-PPO learns from the new tokens of every batch. Responses
+of several turns are sampled turn after turn (`experiments.rl.turns`).
 
 With servers, later batches can be sampled while the run learns from this one (`experiments.rl.batches_ahead`). The
 first tokens of their responses then come from weights before the update: they are *stale*. The recompute computes all
@@ -33,7 +35,7 @@ from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
 from experiments.rl.turns import count_tokens_run, measure_turns, respond_in_turns
-from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, join_windows
+from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, find_learned, join_windows
 from relibra_jax.contract.types import Array
 
 PROMPTS: Final = 1
@@ -44,11 +46,12 @@ class Rollout(NamedTuple):
     """The responses of one step."""
 
     responses: Responses
-    """The prompts with all tokens of their responses so far, on the host."""
+    """The prompts with all tokens of their responses so far, on the host. Samples that nothing is learned from are
+    empty."""
     new_mask: Bool[Array, "B T"]
     """True on the tokens that were sampled in this step. Other response tokens come from earlier steps."""
     finished: Bool[Array, " B"]
-    """False for responses that the next rollout continues."""
+    """False for responses that the next rollout continues, or that wait for those that they are compared with."""
     rewards: Callable[[], Rewards]
     """A function that waits for the rewards and returns them. All processes call it, once."""
     carried: Carried | None
@@ -102,8 +105,8 @@ class Sampler:
             The rollout.
         """
         entry = self.config.algorithm_entry
-        if entry.windows:
-            return self._window(executor, watch, clock)
+        if self.config.window is not None:
+            return self._windows(executor, watch, clock)
         if entry.dynamic_sampling:
             return self._dynamic_sampling(executor, clock)
         step = self.state.step
@@ -188,42 +191,68 @@ class Sampler:
             },
         )
 
-    def _window(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
-        """Sample the next window of every response, with new prompts in the rows of finished responses."""
+    def _windows(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
+        """Sample the next window of every response, with new prompts in the rows of responses that were learned from.
+
+        If nothing can be learned from after it, further windows follow.
+        """
         config, state, carried = self.config, self.state, self.state.carried
-        assert config.window is not None
         assert carried is not None
-        context = config.prompt_tokens + config.response_tokens - config.window
-        rows, examples = self.next_rows(carried)
+        assert config.window is not None
+        first, examples = self.next_rows(carried)
+        generations: list[Generation] = []
+        rows, new_mask = first, np.zeros(first.tokens.shape, bool)
         with clock("generate"):
             self.sync()
-            keys, window_tokens = jax.random.split(self._key(state.step), len(examples)), config.window
-            own = own_part(len(examples)) if config.engine else slice(None)
-
-            def part() -> Generation:
-                tokens = rows.tokens[own, :context]
-                return self._generate(tokens, rows.lengths[own], keys[own], window_tokens, watch)
-
-            generation = share_generation(part, len(examples)) if config.engine else part()
-        window = generation.responses
-        responses = join_windows(rows, window)
+        while True:
+            with clock("generate"):
+                generations.append(self._window(rows, len(generations), watch))
+            new_mask |= generations[-1].responses.response_mask
+            responses = join_windows(rows, generations[-1].responses)
+            finished = find_learned(
+                responses, response_tokens=config.response_tokens, compared=config.compared
+            )
+            carried = carry_unfinished(rows, responses, finished, step=state.step)
+            if finished.any() or config.algorithm_entry.learns_unfinished:
+                break
+            rows = carried
         lengths = responses.response_mask.sum(1)
-        finished = responses.ended | (lengths == config.response_tokens)
+        tokens_run = sum(int(each.responses.mask.sum()) for each in generations)
+        if not config.algorithm_entry.learns_unfinished:
+            responses = responses._replace(
+                mask=responses.mask & finished[:, None],
+                response_mask=responses.response_mask & finished[:, None],
+            )
         scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
             responses,
-            new_mask=window.response_mask,
+            new_mask=new_mask,
             finished=finished,
             rewards=lambda: share_rewards(scoring.result()),
-            carried=carry_unfinished(rows, responses, finished, step=state.step),
-            tokens_run=int(responses.mask.sum()),
+            carried=carried,
+            tokens_run=tokens_run,
             metrics={
-                **self._measure([generation]),
-                "response/carried": int((~rows.free).sum()),
+                **self._measure(generations),
+                "response/carried": int((~first.free).sum()),
                 "response/unfinished": int((~finished).sum()),
                 "response/most_policies": int(-(-lengths.max() // config.window)),
             },
         )
+
+    def _window(self, rows: Carried, number: int, watch: Watch | None) -> Generation:
+        """Sample the next window of every row whose response is not whole."""
+        config, samples = self.config, len(rows.tokens)
+        assert config.window is not None
+        context, window_tokens = config.prompt_tokens + config.response_tokens - config.window, config.window
+        key = self._key(self.state.step)
+        keys = jax.random.split(jax.random.fold_in(key, number) if number else key, samples)
+        lengths = rows.to_sample(config.response_tokens)
+        own = own_part(samples) if config.engine else slice(None)
+
+        def part() -> Generation:
+            return self._generate(rows.tokens[own, :context], lengths[own], keys[own], window_tokens, watch)
+
+        return share_generation(part, samples) if config.engine else part()
 
     def next_rows(self, carried: Carried) -> tuple[Carried, list[Example]]:
         """Fill the free rows with new prompts, and draw the example of every row (for carried rows once more).

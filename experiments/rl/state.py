@@ -28,9 +28,9 @@ FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes at the start of a run. None counts those of the first batch."""
 SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
-CARRIED_SETTINGS: Final = ("window", "response_tokens", "prompt_tokens", "samples")
-"""The settings, besides the algorithm, that must not change while responses are carried from step to step."""
-DEFAULTS: Final[Mapping[str, str]] = MappingProxyType({"moments": "float32"})
+CARRIED_SETTINGS: Final = ("response_tokens", "prompt_tokens", "samples")
+"""The settings, besides algorithm and window, that must not change while responses are carried from step to step."""
+DEFAULTS: Final[Mapping[str, str]] = MappingProxyType({"moments": "float32", "window": "None"})
 """The values of settings that a checkpoint does not name."""
 
 
@@ -86,12 +86,13 @@ class State:
             sequences="split" if config.split_samples else "packed" if config.pack_sequences else "padded",
             memory_kind=config.batch_memory,
         )
-        carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
-        self.settings = {name: str(getattr(config, name)) for name in ("algorithm", "moments", *carries)}
+        carries = CARRIED_SETTINGS if config.window is not None else ()
+        named = ("algorithm", "moments", "window", *carries)
+        self.settings = {name: str(getattr(config, name)) for name in named}
         """The settings that a run must have to resume a checkpoint of this run."""
         self.carried: Carried | None = None
-        """The responses that the last rollout left unfinished. None for algorithms that finish all responses."""
-        if config.algorithm_entry.windows:
+        """The responses that the last rollout has not learned from. None without windows."""
+        if config.window is not None:
             self.carried = carry_nothing(
                 config.samples,
                 config.prompt_tokens + config.response_tokens,
@@ -150,7 +151,7 @@ def run_sizes(config: Train) -> RunSizes:
     # A window or a turn has all tokens before it as its prompt.
     context = tokens - (config.window or config.turn_tokens or config.response_tokens)
     # Windows continue different responses, so every row runs as a prompt.
-    windows = config.algorithm_entry.windows
+    windows = config.window is not None
     return RunSizes(
         config=config.model_config,
         topology=config.topology,

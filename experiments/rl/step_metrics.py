@@ -62,7 +62,7 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: 
     """Compare the log-probabilities of the tokens of this rollout with those of the recompute."""
     sampled, old = rollout.responses.log_probs, recomputed.old_log_probs
     difference = np.abs(sampled - old)
-    sample, column = np.nonzero(rollout.new_mask)
+    sample, column = np.nonzero(rollout.new_mask & rollout.responses.response_mask)
     values = difference[sample, column].astype(np.float64)
     # The positions in responses, whose first token follows the prompt.
     position = column - rollout.responses.response_mask.argmax(1)[sample]

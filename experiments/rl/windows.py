@@ -1,11 +1,12 @@
-"""T-PPO's windows: responses that a window cuts off, and how the next rollout continues them.
+"""Windows: responses that a window cuts off, and how the next rollout continues them.
 
-A rollout adds at most a window of tokens to every response. An unfinished response, which has neither ended nor reached
-its maximum length, is carried: it keeps its row of the batch, and the next rollout uses the prompt and the response so
-far as its prompt. The other rows get new prompts, so the batch stays full. Every token keeps the log-probability and
-the experts of the policy that sampled it. The next rollout runs the tokens again, under its own policy, to fill its
-cache of keys and values. It does not record the routing of that run. With several processes, each has all carried
-responses with their routes.
+A rollout adds at most a window of tokens to every response. A response that has neither ended nor reached its maximum
+length is carried: it keeps its row of the batch, and the next rollout uses the prompt and the response so far as its
+prompt. A response that is whole is carried too, without being sampled further, until the other responses that it is
+compared with are whole. The other rows get new prompts. Every token keeps the log-probability and the experts of the
+policy that sampled it. The next rollout runs the tokens again, under its own policy, to fill its cache of keys and
+values. It does not record the routing of that run. With several processes, each has all carried responses with their
+routes.
 """
 
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Carried(NamedTuple):
     """The experts of every token under the policy that sampled it. Prompts have the experts of their first rollout."""
     log_probs: Float[Array, "B T"]
     """The log-probability of every sampled token under the policy that sampled it."""
+    ended: Bool[Array, " B"]
+    """True for responses that an end token ended, and which wait for the others that they are compared with."""
 
     @property
     def free(self) -> Bool[Array, " B"]:
@@ -46,6 +49,15 @@ class Carried(NamedTuple):
     def mask(self) -> Bool[Array, "B T"]:
         """True on the tokens of prompts and responses so far."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+    def to_sample(self, response_tokens: int) -> Int[np.ndarray, " B"]:
+        """Return the number of tokens after which each row is sampled, 0 for rows whose responses are whole.
+
+        Args:
+            response_tokens: the largest number of tokens of a response.
+        """
+        whole = self.ended | (self.lengths - self.prompt_lengths == response_tokens)
+        return np.where(whole, 0, self.lengths)
 
 
 def carry_nothing(samples: int, length: int, *, layers: int, top_k: int, dtype: np.dtype) -> Carried:
@@ -69,6 +81,7 @@ def carry_nothing(samples: int, length: int, *, layers: int, top_k: int, dtype: 
         tokens=np.zeros((samples, length), np.int32),
         expert_ids=np.zeros((samples, length, layers, top_k), dtype),
         log_probs=np.zeros((samples, length), np.float32),
+        ended=np.zeros(samples, bool),
     )
 
 
@@ -97,20 +110,35 @@ def join_windows(rows: Carried, window: Responses) -> Responses:
 
     Args:
         rows: the rows of the rollout, as `fill_free_rows` returned them.
-        window: the result of generating after these rows, on the host.
+        window: the result of generating after these rows, on the host. Rows that were not sampled are empty in it.
 
     Returns:
-        ``window``, with the recorded routing and log-probabilities of carried tokens, and with ``response_mask``
-        True on the response tokens of all rollouts.
+        ``window``, with the recorded tokens, routing and log-probabilities of carried responses, and with
+        ``response_mask`` True on the response tokens of all rollouts.
     """
     carried_tokens = rows.mask & ~rows.free[:, None]
     own = slice(None) if window.own is None else window.own
     carried_response = carried_tokens & (np.arange(carried_tokens.shape[1]) >= rows.prompt_lengths[:, None])
     return window._replace(
+        tokens=np.where(carried_tokens, rows.tokens, window.tokens),
+        mask=window.mask | carried_tokens,
+        ended=window.ended | rows.ended,
         response_mask=window.response_mask | carried_response,
         expert_ids=np.where(carried_tokens[own][..., None, None], rows.expert_ids[own], window.expert_ids),
         log_probs=np.where(carried_response, rows.log_probs, window.log_probs),
     )
+
+
+def find_learned(responses: Responses, *, response_tokens: int, compared: int) -> Bool[np.ndarray, " B"]:
+    """Return True for the responses that have their credit: they and all that they are compared with are whole.
+
+    Args:
+        responses: the responses so far, as `join_windows` returned them.
+        response_tokens: the largest number of tokens of a response.
+        compared: the number of successive responses that are compared with each other.
+    """
+    whole = np.asarray(responses.ended | (responses.response_mask.sum(1) == response_tokens))
+    return whole.reshape(-1, compared).all(1).repeat(compared)
 
 
 def carry_unfinished(
@@ -121,7 +149,7 @@ def carry_unfinished(
     Args:
         rows: the rows of the rollout, as `fill_free_rows` returned them.
         responses: the responses so far, as `join_windows` returned them.
-        finished: True for responses that have ended or reached their maximum length. Their rows become free.
+        finished: True for responses that `find_learned` found. Their rows become free.
         step: the learning step of the rollout.
 
     Returns:
@@ -141,4 +169,5 @@ def carry_unfinished(
         tokens=keep(np.where(mask, responses.tokens, 0)),
         expert_ids=keep(whole_routes(responses)),
         log_probs=keep(responses.log_probs),
+        ended=keep(responses.ended),
     )
