@@ -80,13 +80,13 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "tokens", "mean number of tokens of all replies to a response; null with `--turns 1`"
         ),
         "response/carried": Metric(
-            "samples", "number of responses that earlier rollouts began; null except in T-PPO"
+            "samples", "number of responses that earlier rollouts began; null without windows"
         ),
         "response/unfinished": Metric(
-            "samples", "number of responses that the next rollout continues; null except in T-PPO"
+            "samples", "number of responses that the next rollout continues; null without windows"
         ),
         "response/most_policies": Metric(
-            "policies", "number of policies that sampled the longest response; null except in T-PPO"
+            "policies", "number of policies that sampled the longest response; null without windows"
         ),
         "rollout/staleness": Metric(
             "updates",
