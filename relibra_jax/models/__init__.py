@@ -13,7 +13,7 @@ from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.export import pretrained_tensors
 from relibra_jax.models.language_model import LanguageModel, ModelOutput, make_model
 from relibra_jax.models.load import load_pretrained
-from relibra_jax.models.log_probs import token_log_probs
+from relibra_jax.models.log_probs import token_log_probs, token_log_probs_and_entropies
 from relibra_jax.models.save import save_pretrained
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "pretrained_tensors",
     "save_pretrained",
     "token_log_probs",
+    "token_log_probs_and_entropies",
 ]
