@@ -1,5 +1,6 @@
 """Checkpoints of a Flax training run: model, optimizer and balancer together, so that their homes always agree."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
@@ -20,6 +21,8 @@ from relibra_jax.support.interrupts import signals_deferred
 
 SIZES: Final = "balancer.capacities."
 """The prefix of the names of buffer sizes in a checkpoint."""
+COPIES: Final = "copies."
+"""The prefix of the names of the copies' arrays in a checkpoint."""
 
 
 @checks_arguments
@@ -30,6 +33,7 @@ def save_training(
     optimizer: nnx.Optimizer,
     balancer: Balancer,
     *,
+    copies: Sequence[nnx.Module] = (),
     extra: PyTree = None,
 ) -> bool:
     """Save the model, the optimizer and the balancer in one checkpoint, with the experts in logical order.
@@ -40,6 +44,7 @@ def save_training(
         model: the module. All its state except homes is saved.
         optimizer: the optimizer of the model.
         balancer: the balancer that prepares the batches of the model.
+        copies: modules that move with the model (`Balancer.prepare`), which are saved, too.
         extra: any other tree of host arrays and Python numbers.
 
     Returns:
@@ -54,9 +59,9 @@ def save_training(
     return save_checkpoint(
         manager,
         step,
-        _tree(model, optimizer, balancer, extra),
+        _tree(model, optimizer, balancer, copies, extra),
         get_homes(model),
-        layers=_layers(model, optimizer),
+        layers=_layers(model, optimizer, copies),
         mesh=balancer.parallel.mesh,
         topology=balancer.parallel.topology,
     )
@@ -69,6 +74,7 @@ def restore_training(
     optimizer: nnx.Optimizer,
     balancer: Balancer,
     *,
+    copies: Sequence[nnx.Module] = (),
     extra: PyTree = None,
     step: int | None = None,
     verify: bool = True,
@@ -80,6 +86,7 @@ def restore_training(
         model: a module with the sizes of the saved one.
         optimizer: the optimizer of the model.
         balancer: a balancer with the same planner, layers and experts.
+        copies: as many copies as were saved, with their sizes.
         extra: a tree with the structure of the saved ``extra``.
         step: the step number of the checkpoint. None takes the latest.
         verify: whether to compare every array with its saved digest.
@@ -90,19 +97,19 @@ def restore_training(
     Raises:
         ValueError: if there is no checkpoint of this step, if it belongs to another model (the message says what
             differs), or if it cannot be read or has changed since it was saved
-            (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer and balancer keep their
-            values.
+            (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer, balancer and copies keep
+            their values.
     """
     put_on_mesh(model, optimizer, balancer.parallel.mesh)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
-    tree = _tree(model, optimizer, balancer, extra)
+    tree = _tree(model, optimizer, balancer, copies, extra)
     # The saved names show which stage shapes the checkpoint has buffer sizes for.
     sizes = sizes_from_names(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
     restored = restore_checkpoint(
         manager,
         tree | {"balancer": balancer.state._replace(capacities=sizes)},
-        layers=_layers(model, optimizer),
+        layers=_layers(model, optimizer, copies),
         mesh=balancer.parallel.mesh,
         topology=balancer.parallel.topology,
         step=step,
@@ -112,6 +119,9 @@ def restore_training(
     with signals_deferred():
         nnx.update(model, tree["model"])
         nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
+        for copy, state in zip(copies, tree["copies"], strict=True):
+            nnx.update(copy, state)
+            set_homes(copy, restored.home)
         optimizer.step[...] = tree["updates"]
         set_homes(model, restored.home)
         balancer.state = tree["balancer"]._replace(home=restored.home)
@@ -123,9 +133,16 @@ def _saved_state(model: nnx.Module) -> Any:
     return nnx.state(model, nnx.Not(Homes))
 
 
-def _tree(model: nnx.Module, optimizer: nnx.Optimizer, balancer: Balancer, extra: PyTree) -> dict[str, Any]:
+def _tree(
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    balancer: Balancer,
+    copies: Sequence[nnx.Module],
+    extra: PyTree,
+) -> dict[str, Any]:
     return {
         "model": _saved_state(model),
+        "copies": [_saved_state(copy) for copy in copies],
         "optimizer": optimizer.opt_state,
         "updates": optimizer.step[...],
         "balancer": balancer.state,
@@ -133,10 +150,11 @@ def _tree(model: nnx.Module, optimizer: nnx.Optimizer, balancer: Balancer, extra
     }
 
 
-def _layers(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
+def _layers(model: nnx.Module, optimizer: nnx.Optimizer, copies: Sequence[nnx.Module]) -> dict[str, Any]:
     parameter_labels = expert_labels(nnx.state(model, optimizer.wrt))
     return {
         "model": expert_labels(_saved_state(model)),
+        "copies": [expert_labels(_saved_state(copy)) for copy in copies],
         "optimizer": optimizer_layers(optimizer.tx, optimizer.opt_state, parameter_labels),
         "updates": None,
         "balancer": None,
