@@ -161,6 +161,8 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
     if sizes.config.width % (2 * sizes.fsdp) == 0:
         name = f"fsdp={2 * sizes.fsdp} on {2 * sizes.fsdp * ranks} devices"
         others[name] = replace(fsdp=2 * sizes.fsdp)
+    if sizes.reference_memory == "device":
+        others["reference.memory=pinned_host"] = replace(reference_memory=HOST)
     if sizes.sequences > 1:
         parts = sizes.sequences
         others[f"micro_batches={parts * sizes.micro_batches}"] = replace(

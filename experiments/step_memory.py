@@ -5,6 +5,7 @@ device in all stages, and what it holds at its peak:
 
     states     parameters 4 bytes in float32, AdamW's two moments 8 (4 with ``moments=bfloat16``)
     recompute  arrays of one layer in the forward pass, or logits of a chunk of tokens
+    reference  as recompute, and the reference's weights, which other stages have only with ``reference_memory=device``
     loss       the sum of gradients (4 bytes), layer inputs, logits of a chunk of tokens
     backward   the sum of gradients, layer inputs, arrays of one layer
     live recompute, live
@@ -64,6 +65,8 @@ TABLE_BYTES: Final = 19
 """The bytes of prepared tables for each row of a layer's buffers."""
 TARGET_BYTES: Final = 17
 """The bytes of the training targets of a token: token, mask, weight, advantage and old log-probability."""
+REFERENCE_BYTES: Final = 4
+"""The bytes of a token's log-probability under the reference."""
 SPARE_ROWS: Final = 1.25
 """The rows of buffers, in multiples of those of even loads: ranks differ, and buffers come in a few sizes."""
 FORWARD: Final = 0.53
@@ -102,6 +105,8 @@ class RunSizes:
     """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
     state_memory: str = "device"
     """The memory of parameters and moments. From the host's, the device has parameters in the computation's dtype."""
+    reference_memory: str | None = None
+    """The memory of the reference's weights. None without a reference."""
     batch_memory: str = "pinned_host"
     """The memory of a batch's samples, routes and tables."""
     recompute_sequences: int | None = None
@@ -139,6 +144,7 @@ class _Arrays:
         self.tokens = sizes.sequences * sizes.length
         self.larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
         """The tokens of a recompute in a micro-batch, over those of an update."""
+        self.target = TARGET_BYTES + (0 if sizes.reference_memory is None else REFERENCE_BYTES)
         self.hidden = self.width * self.tokens * config.width
         self.rows = math.ceil(SPARE_ROWS * self.tokens * config.top_k) if sizes.rows is None else sizes.rows
         self.expert = self.width * 3 * config.width * config.expert_width
@@ -171,8 +177,8 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         sizes: the sizes of the run.
 
     Returns:
-        The items of the stages recompute, loss, backward, with live updates live recompute and live, and with samples
-        prompts and decoding, in bytes. The states are items of every stage.
+        The items of the stages recompute, loss, backward, with a reference of that name, with live updates live
+        recompute and live, and with samples prompts and decoding, in bytes. The states are items of every stage.
     """
     arrays, states = _Arrays(sizes), _states(sizes)
     update = states | _update_items(sizes, arrays)
@@ -182,6 +188,12 @@ def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:
         "loss": update | _loss_items(sizes, arrays),
         "backward": backward,
     }
+    if sizes.reference_memory is not None:
+        # Its copy takes the place of the policy's, if that is in the host's memory, too.
+        copies = {"reference": _reference_bytes(sizes)}
+        if sizes.state_memory == HOST:
+            copies["parameters"] = 0
+        stages["reference"] = stages["recompute"] | copies
     if sizes.live:
         stages["live recompute"] = states | _recompute_items(sizes, arrays, arrays.live_rows)
         stages["live"] = backward | _live_items(sizes, arrays)
@@ -196,7 +208,13 @@ def _states(sizes: RunSizes) -> Items:
     return {
         "parameters": (width if on_host else 4) * parameters,
         "moments": 0 if on_host else 2 * jnp.dtype(sizes.moments).itemsize * parameters,
+        **({"reference": _reference_bytes(sizes)} if sizes.reference_memory == "device" else {}),
     }
+
+
+def _reference_bytes(sizes: RunSizes) -> int:
+    """Return the bytes of the reference's weights, which have the dtype of the computation."""
+    return jnp.dtype(sizes.config.dtype).itemsize * rank_parameters(sizes).all
 
 
 def _update_items(sizes: RunSizes, arrays: _Arrays) -> Items:
@@ -208,7 +226,7 @@ def _update_items(sizes: RunSizes, arrays: _Arrays) -> Items:
         "sum of gradients": 4 * rank_parameters(sizes).all,
         "residents": kept + 4 * kept / arrays.width,
         "layer inputs": layers * arrays.hidden,
-        "tables, routes and targets": _at_once(sizes) * (tables + TARGET_BYTES * tokens),
+        "tables, routes and targets": _at_once(sizes) * (tables + arrays.target * tokens),
         "router logits": 8 * config.moe_layers * tokens * config.num_experts,
     }
 
@@ -249,7 +267,7 @@ def _live_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     of_rows = arrays.of_rows(arrays.live_rows, sizes.config)
     return {
         "residents": 0,
-        "tables, routes and targets": _at_once(sizes) * TARGET_BYTES * arrays.tokens,
+        "tables, routes and targets": _at_once(sizes) * arrays.target * arrays.tokens,
         "arrays of a layer": arrays.layer + max(arrays.scores, chunked + of_rows),
         "replicas": 0,
     }
@@ -316,6 +334,8 @@ def rank_gigabytes(sizes: RunSizes) -> float:
 def host_bytes(sizes: RunSizes) -> int:
     """Return the bytes of a rank in host memory: the states twice, because an update writes new ones beside the old.
 
+    The reference is there once, because no program writes it.
+
     Args:
         sizes: the sizes of the run.
     """
@@ -326,6 +346,7 @@ def host_bytes(sizes: RunSizes) -> int:
     items = memory_by_stage(on_device)["backward"]
     return (
         states * (sizes.state_memory == HOST)
+        + _reference_bytes(sizes) * (sizes.reference_memory == HOST)
         + sizes.updates * items["tables, routes and targets"] * (sizes.batch_memory == HOST)
         + items["layer inputs"] * (sizes.config.activation_memory == HOST)
     )

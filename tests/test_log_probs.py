@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 from experiments.rl import generation
-from experiments.rl.losses import Clip
+from experiments.rl.objective import Losses
 from experiments.rl.policy import TINY, make_agent
 from experiments.rl.step import TrainingBatch, recompute, update
 from relibra_jax.contract.types import Topology
-from relibra_jax.models import make_model, token_log_probs
+from relibra_jax.models import make_model, token_log_probs, token_log_probs_and_entropies
 from relibra_jax.nnx import ExpertParallel, SequencePacking, expert_mesh
 from relibra_jax.nnx.prepared import PreparedBatch
 
@@ -87,6 +87,49 @@ def test_token_log_probs_in_chunks_equal_those_of_whole_logits(monkeypatch, tied
     np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(expected).max())
 
 
+def test_entropies_and_their_gradients_equal_those_of_naive_loops_in_float64(monkeypatch):
+    """Hidden states are scaled so that some distributions are nearly even and some have one likely token."""
+    monkeypatch.setattr("relibra_jax.models.log_probs.CHUNK", 11)
+    temperature, weights = 0.7, np.random.default_rng(1).normal(size=TOKENS.shape)
+    hidden = (HIDDEN * np.logspace(-2, 3, LENGTH)[None, :, None]).astype(np.float32)
+    graph, params, rest = nnx.split(model(), nnx.Param, ...)
+
+    def bonus(params, hidden):
+        log_probs, entropies = token_log_probs_and_entropies(
+            nnx.merge(graph, params, rest),
+            *(hidden, TOKENS),
+            parallel=parallel(),
+            temperature=temperature,
+            packing=PACKING,
+        )
+        return (weights.astype(np.float32) * entropies).sum(), (log_probs, entropies)
+
+    run = jax.jit(jax.grad(bonus, argnums=(0, 1), has_aux=True))
+    (gradients, of_hidden), (log_probs, entropies) = run(params, hidden)
+    alone = token_log_probs(
+        model(), hidden, TOKENS, parallel=parallel(), temperature=temperature, packing=PACKING
+    )
+    np.testing.assert_allclose(log_probs, alone, rtol=1e-6)
+    head = np.asarray(model().head[...], np.float64)
+    expected, expected_of_hidden, of_head = (
+        np.zeros(each) for each in (TOKENS.shape, hidden.shape, head.shape)
+    )
+    for i, t in zip(*np.nonzero(POSITIONS), strict=True):
+        row = hidden[i, t - 1].astype(np.float64)
+        logits = row @ head / temperature
+        log_p = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        entropy = -(np.exp(log_p) * log_p).sum()
+        expected[i, t] = entropy
+        slope = -weights[i, t] * np.exp(log_p) * (log_p + entropy) / temperature
+        expected_of_hidden[i, t - 1] = head @ slope
+        of_head += np.outer(row, slope)
+    assert expected.max() > 6.9
+    assert expected[POSITIONS > 0].min() < 0.01
+    np.testing.assert_allclose(entropies, expected, rtol=1e-4, atol=1e-5)
+    for actual, desired in ((of_hidden, expected_of_hidden), (gradients["head"][...], of_head)):
+        np.testing.assert_allclose(actual, desired, atol=1e-5 * np.abs(desired).max())
+
+
 def test_token_log_probs_of_single_tokens_are_0():
     log_probs = token_log_probs(model(), HIDDEN[:, :1], TOKENS[:, :1], parallel=parallel())
     np.testing.assert_array_equal(log_probs, np.zeros((SEQUENCES, 1), np.float32))
@@ -117,8 +160,8 @@ def lower(program):
         return recompute.lower(agent, batch, samples, temperature=0.7)
     optimizer = nnx.Optimizer(agent, optax.adamw(1e-3), wrt=nnx.Param)
     batch_load = np.zeros((CONFIG.layers, CONFIG.num_experts), np.int32)
-    clip = Clip() if program == "update" else None
-    return update.lower(agent, optimizer, batch, samples, batch_load, clip=clip)
+    losses = Losses(entropy=0.1) if program == "update" else None
+    return update.lower(agent, optimizer, batch, samples, batch_load, losses=losses)
 
 
 def rows_over_vocabulary(hlo):

@@ -20,7 +20,7 @@ from experiments.model_memory import (
     table_row,
 )
 from experiments.rl.configs import Train
-from experiments.rl.losses import Clip
+from experiments.rl.objective import Losses
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import TINY, make_agent
 from experiments.rl.state import run_sizes
@@ -149,7 +149,9 @@ def compile_update(sizes, samples):
         batch = balancer.prepare(agent, optimizer, RoutingReplay(ids, mask))
     on_ranks = batch.to_ranks(TrainingBatch(tokens, mask, ids, weights, weights, weights))
     batch_load = jnp.ones((config.moe_layers, config.num_experts), jnp.int32)
-    program = update.lower(agent, optimizer, batch, on_ranks, batch_load, clip=Clip(), balance=0.02).compile()
+    program = update.lower(
+        agent, optimizer, batch, on_ranks, batch_load, losses=Losses(), balance=0.02
+    ).compile()
     return program.compiled.memory_analysis(), None if live else batch.parallel.capacities.rows
 
 
@@ -258,6 +260,21 @@ def test_sizes_of_a_run_follow_from_its_settings():
     assert not run_sizes(Train(**planned)).live
     live = run_sizes(Train(**planned, replay=False, chunk_tokens=8, state_memory=HOST, batch_memory="device"))
     assert (live.live, live.chunk_tokens, live.state_memory, live.batch_memory) == (True, 8, HOST, "device")
+
+
+def test_a_reference_takes_its_memory_in_its_own_pass_and_everywhere_only_on_devices():
+    sizes = RunSizes(config=dataclasses.replace(TINY, dtype="bfloat16"), topology=make_topology(), length=64)
+    size = 2 * rank_parameters(sizes).all
+    on_host, on_device = (dataclasses.replace(sizes, reference_memory=memory) for memory in (HOST, "device"))
+    alone, hosted, kept = (memory_by_stage(each) for each in (sizes, on_host, on_device))
+    assert "reference" not in alone
+    for stages in (hosted, kept):
+        assert sum(stages["reference"].values()) - sum(alone["recompute"].values()) >= size
+    assert ("reference" in hosted["backward"], kept["backward"]["reference"]) == (False, size)
+    assert host_bytes(on_host) - host_bytes(on_device) == size
+    # The copies of the policy and of the reference are on the devices one after the other.
+    both = memory_by_stage(dataclasses.replace(on_host, state_memory=HOST))["reference"]
+    assert (both["parameters"], both["reference"]) == (0, size)
 
 
 def test_host_memory_leaves_the_device_parameters_gradients_and_one_of_everything():

@@ -152,6 +152,10 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
             {"loss": "cispo", "clip": Clip(dual=3.0)},
             "clip.dual=3.0 is not for loss=cispo, whose ratios have no gradient",
         ),
+        (
+            {"loss": "gspo", "correction": Correction(kind="truncate")},
+            "correction.kind=truncate bounds the ratio of every token, but loss=gspo has one ratio for a response",
+        ),
         ({"algorithm": "ppo", "group": Group(baseline="others")}, "algorithm=ppo does not use Group"),
         ({"algorithm": "gppo"}, "algorithm 'gppo' must be one of grpo, dapo, ppo, tppo; did you mean"),
         (

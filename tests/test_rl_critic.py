@@ -10,7 +10,7 @@ from support.runs import SMALL
 from experiments.rl.algorithms import Critic
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
-from experiments.rl.losses import Clip
+from experiments.rl.objective import Losses
 from experiments.rl.policy import ValueHead, token_values
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
@@ -71,7 +71,7 @@ def learned(smallest_policy):
     load = jnp.zeros((trainer.config.model_config.moe_layers, 16), jnp.int32)
     losses, first = [], None
     for _ in range(60):
-        ran = update(state.agent, state.optimizer, batch, samples, load, clip=Clip(), critic=CRITIC)
+        ran = update(state.agent, state.optimizer, batch, samples, load, losses=Losses(), critic=CRITIC)
         losses.append(float(ran.critic_loss))
         if first is None:
             moments = nnx.as_pure(state.optimizer.opt_state)[0][0].mu["critic"]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.stack import with_shardings
 from experiments.aot.whole_settings import COMPILER_OPTIONS, Cluster, Lowered, Whole
-from experiments.rl.losses import Clip
+from experiments.rl.objective import Losses
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.policy import Agent, make_agent
 from experiments.rl.step import TrainingBatch, recompute, update
@@ -48,7 +48,7 @@ def training_program(setting: Whole, cluster: Cluster) -> Lowered:
     def update_of(state: Any, batch: PreparedBatch, samples: TrainingBatch, load: jax.Array) -> Any:
         state, batch, samples = _in_memory(setting, state, batch, samples)
         agent, optimizer = nnx.merge(graph, state)
-        metrics = update(agent, optimizer, batch, samples, load, clip=Clip(), balance=0.01)
+        metrics = update(agent, optimizer, batch, samples, load, losses=Losses(), balance=0.01)
         return nnx.state((agent, optimizer)), metrics
 
     if setting.program == "recompute":

@@ -23,10 +23,12 @@ from experiments.rl.devices import FSDP
 from experiments.rl.generation import check_sampling
 from experiments.rl.groups import copies_of_machine
 from experiments.rl.losses import LOSSES, WEIGHTS, Clip
+from experiments.rl.objective import Losses
 from experiments.rl.optimizer import AdamW
 from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
+from experiments.rl.reference import Reference
 from experiments.rl.waves import check_wave
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
@@ -61,7 +63,7 @@ LEAST: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 """The smallest value of integer settings. Some of them may also be None."""
-NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
+NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance", "entropy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,9 @@ class Train:
     token_weights: str = "tokens"
     """What has the same weight in the loss: tokens (DAPO) or responses (GRPO).
     With length, tokens have one that depends on neither, ``response_tokens`` to a response (Dr. GRPO)."""
+    entropy: float = 0.0
+    """The factor of the entropy bonus, which the loss subtracts for every token that is learned from."""
+    reference: Reference = dataclasses.field(default_factory=Reference)
     group: Group = dataclasses.field(default_factory=Group)
     balance: float = 0.02
     """The factor of the batch's load-balancing loss. Without it, tiny routers send all tokens to a few experts."""
@@ -379,6 +384,16 @@ class Train:
             raise ValueError(
                 f"clip.dual={self.clip.dual} is not for loss=cispo, whose ratios have no gradient"
             )
+        if self.loss == "gspo" and self.correction.kind != "none":
+            raise ValueError(
+                f"correction.kind={self.correction.kind} bounds the ratio of every token, but loss=gspo has one ratio"
+                " for a response"
+            )
+        if self.reference.kind != "none" and not self.steps:
+            raise ValueError(
+                f"reference.kind={self.reference.kind} needs learning steps, and steps={self.steps}: no update would"
+                " compare the policy with its reference"
+            )
         if entry.dynamic_sampling and self._plans_ahead:
             raise ValueError(
                 f"algorithm={self.algorithm} replaces prompts after their responses are scored, so plan_ahead="
@@ -502,6 +517,23 @@ class Train:
     def algorithm_entry(self) -> AlgorithmEntry:
         """The table entry of the algorithm."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def losses(self) -> Losses:
+        """The losses of learning from responses. Equal settings are equal, so that jit does not compile again."""
+        return Losses(
+            kind=self.loss,
+            clip=self.clip,
+            entropy=self.entropy,
+            reference=self.reference,
+            temperature=self.temperature,
+            num_samples=self.samples,
+        )
+
+    @property
+    def recomputes(self) -> int:
+        """The number of passes before the updates that compute log-probabilities: of the policy, and the reference."""
+        return 1 if self.reference.kind == "none" else 2
 
     @property
     def samples(self) -> int:

@@ -142,11 +142,11 @@ def policy_loss(
     used = weights > 0
     log_prob = jnp.where(used, log_probs, 0)
     log_ratio = jnp.where(used, log_probs - jax.lax.stop_gradient(old_log_probs), 0)
-    kl = _kl(jax.lax.stop_gradient(_bounded(log_ratio)), weights)
+    kl = _kl(jax.lax.stop_gradient(bound_log_ratio(log_ratio)), weights)
     if kind == "gspo":
         assert responses is not None, "gspo needs the responses of tokens"
         log_ratio = _mean_by_response(log_ratio, used, responses)
-    ratio = jnp.exp(_bounded(log_ratio))
+    ratio = jnp.exp(bound_log_ratio(log_ratio))
     bounded = jnp.clip(ratio, 1 - clip.low, 1 + clip.high)
     if kind == "cispo":
         outside = jnp.where(bounded == ratio, 0, weights).sum()
@@ -160,7 +160,8 @@ def policy_loss(
     return PolicyLoss(-(weights * gain).sum(), jax.lax.stop_gradient(share.sum()), kl)
 
 
-def _bounded(log_ratio: Float[Array, "..."]) -> Float[jax.Array, "..."]:
+def bound_log_ratio(log_ratio: Float[Array, "..."]) -> Float[jax.Array, "..."]:
+    """Bound log-ratios by `LARGEST_LOG_RATIO` on both sides. Beyond the bound they have no gradient."""
     return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 

@@ -141,6 +141,15 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "nats a token", "estimate of KL(old, new) in the last epoch, never negative: rho - 1 - log rho"
         ),
         "policy/clipped_share": Metric("share", "weight of the tokens whose ratio was clipped"),
+        "policy/entropy": Metric(
+            "nats a token",
+            "mean entropy of the policy over the tokens that it learns from, in the last epoch, weighted as the loss",
+        ),
+        "policy/reference_kl": Metric(
+            "nats a token",
+            "estimate of the divergence from the reference in the last epoch, by `--reference.kind`, weighted as the"
+            " loss; null without it",
+        ),
         "policy/gradient_norm": Metric("norm", "norm of the gradient of an update, before clipping"),
         "critic/loss": Metric(
             "loss", "critic's loss in the last epoch, before its factor; null without a critic"
@@ -261,6 +270,7 @@ ALGORITHM_METRICS: Final = (
     "response/most_policies",
     "mismatch/weight",
     "mismatch/bounded_share",
+    "policy/reference_kl",
     "rollout/staleness",
     "rollout/staleness_max",
     "rollout/continued",

@@ -60,6 +60,8 @@ class RecomputeResult(NamedTuple):
     """The residents that the recompute used. The first update may use them, too."""
     old_values: Float[np.ndarray, "B T"] | None = None
     """The value of the state before each response token, float32. None without a critic."""
+    reference_log_probs: Float[np.ndarray, "B T"] | None = None
+    """The log-probabilities under the reference, float32. None without one."""
 
 
 def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
@@ -76,7 +78,7 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
     options = stage_options(config)
     own = responses.own
     batches = state.balancer.prepare_stages(
-        state.agent, state.optimizer, responses.replay, own=own, **options
+        *(state.agent, state.optimizer, responses.replay), own=own, copies=state.copies, **options
     )
     samples = TrainingBatch(responses.tokens, responses.mask)
     stages = tuple(
@@ -158,6 +160,34 @@ def recompute_planned(
     # Each sample is in one stage, and 0 in the results of the others.
     log_probs, values = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
     return RecomputeResult(log_probs, imbalance, residents, values)
+
+
+def recompute_reference(state: State, config: Train, stages: Stages) -> Float[np.ndarray, "B T"]:
+    """Compute log-probabilities under the reference, with the program, plans and routes of the policy's recompute.
+
+    It runs in the stages of the recompute, or in those of the updates if the recompute routed live. Residents are the
+    reference's own.
+
+    Args:
+        state: the state of the run, with its reference.
+        config: the settings of the run.
+        stages: the stages of the batch.
+
+    Returns:
+        The log-probabilities, float32. Entry t belongs to token t.
+
+    Raises:
+        RuntimeError: if a slot computed a different number of rows than its quota.
+    """
+    reference, parts = state.reference_on_devices(), []
+    stages_run = stages.recompute or stages.updates
+    residents = prepare_residents(reference, state.optimizer, stages_run[0].batch)
+    for batch, samples in stages_run:
+        step = state.optimizer.step[...]
+        output = recompute(reference, batch, samples, residents, step, temperature=config.temperature)
+        check_executed(output.slot_rows, batch)
+        parts.append(batch.from_ranks(output.log_probs))
+    return np.sum(parts, axis=0)
 
 
 def recompute_live(state: State, config: Train, responses: Responses) -> tuple[Responses, RecomputeResult]:

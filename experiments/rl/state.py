@@ -14,6 +14,7 @@ from experiments.rl.configs import Train
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
 from experiments.rl.policy import Agent, make_agent
+from experiments.rl.reference import copy_weights
 from experiments.rl.windows import Carried, carry_nothing
 from experiments.step_memory import RunSizes
 from relibra_jax.contract.replay import id_dtype
@@ -22,6 +23,7 @@ from relibra_jax.execution.memory import HOST
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
 from relibra_jax.nnx.host_state import on_device, put_on_host
+from relibra_jax.nnx.training_checkpoint import COPIES
 from relibra_jax.routing.sizes import Capacities
 
 FIRST_CAPACITIES: Final[Capacities | None] = None
@@ -30,7 +32,9 @@ SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
 CARRIED_SETTINGS: Final = ("response_tokens", "prompt_tokens", "samples")
 """The settings, besides algorithm and window, that must not change while responses are carried from step to step."""
-DEFAULTS: Final[Mapping[str, str]] = MappingProxyType({"moments": "float32", "window": "None"})
+DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {"moments": "float32", "window": "None", "reference": "none"}
+)
 """The values of settings that a checkpoint does not name."""
 
 
@@ -60,6 +64,9 @@ class State:
             critic_rate=config.critic.rate if config.algorithm_entry.critic else None,
             moments=config.moments,
         )
+        self.reference: Agent | None = None
+        """The policy before the first learning step, at the agent's homes. None until then, or if no loss uses it."""
+        self.reference_memory = config.reference.memory
         self.on_host = config.state_memory == HOST
         """Whether parameters and optimizer state are in host memory."""
         if self.on_host:
@@ -89,6 +96,7 @@ class State:
         carries = CARRIED_SETTINGS if config.window is not None else ()
         named = ("algorithm", "moments", "window", *carries)
         self.settings = {name: str(getattr(config, name)) for name in named}
+        self.settings["reference"] = "none" if config.reference.kind == "none" else "kept"
         """The settings that a run must have to resume a checkpoint of this run."""
         self.carried: Carried | None = None
         """The responses that the last rollout has not learned from. None without windows."""
@@ -105,9 +113,30 @@ class State:
         """Return the agent for programs that do not train it: a copy in device memory if it is in the host's."""
         return _copy_to_devices(self.agent, self.balancer.parallel.mesh) if self.on_host else self.agent
 
+    @property
+    def copies(self) -> tuple[Agent, ...]:
+        """The models whose experts move with the agent's."""
+        return () if self.reference is None else (self.reference,)
+
+    def keep_reference(self) -> None:
+        """Keep the weights of the policy as the reference, unless there is one: learning starts from them."""
+        if self.reference is None:
+            self.reference = Agent(copy_weights(self.agent.policy, self.reference_memory))
+
+    def reference_on_devices(self) -> Agent:
+        """Return the reference in device memory: a copy if it is in the host's."""
+        assert self.reference is not None, "the first learning step keeps the reference"
+        if self.reference_memory != HOST:
+            return self.reference
+        return _copy_to_devices(self.reference, self.balancer.parallel.mesh)
+
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Save everything that the next step depends on, except the random key, which follows from the seed."""
-        save_training(manager, self.step, self.agent, self.optimizer, self.balancer, extra=self._extra())
+        save_training(
+            *(manager, self.step, self.agent, self.optimizer, self.balancer),
+            copies=self.copies,
+            extra=self._extra(),
+        )
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
         """Restore the latest checkpoint, which may have been saved on another mesh.
@@ -118,8 +147,8 @@ class State:
 
         Raises:
             ValueError: if there is no checkpoint, it is damaged, it belongs to another model, algorithm or dtype of
-                moments, or its unfinished responses were sampled under other settings. The message names the
-                difference.
+                moments, only one of it and this run has a reference, or its unfinished responses were sampled under
+                other settings. The message names the difference.
         """
         names = read_layout(manager, find_step(manager, None), verify=verify).arrays
         named = (name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
@@ -130,8 +159,13 @@ class State:
                     f"{manager.directory}: its checkpoints have {name}={saved.get(name, 'none')}, but this run has"
                     f" {name}={value}"
                 )
+        if any(name.startswith(COPIES) for name in names):  # those of the warm-up have no reference yet
+            self.keep_reference()
         self.step, extra = restore_training(
-            manager, self.agent, self.optimizer, self.balancer, extra=self._extra(), verify=verify
+            *(manager, self.agent, self.optimizer, self.balancer),
+            copies=self.copies,
+            extra=self._extra(),
+            verify=verify,
         )
         self.carried = extra["carried"]
 
@@ -167,6 +201,7 @@ def run_sizes(config: Train) -> RunSizes:
         live=config.updates_live,
         chunk_tokens=config.chunk_tokens,
         state_memory=config.state_memory,
+        reference_memory=None if config.reference.kind == "none" else config.reference.memory,
         batch_memory=config.batch_memory,
         samples=0 if config.engine else config.samples_at_once // config.num_ranks,
         columns=tokens,

@@ -17,14 +17,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.algorithms import Critic
-from experiments.rl.losses import (
-    Clip,
-    PolicyLoss,
-    TokenResponses,
-    policy_loss,
-    supervised_loss,
-    value_loss,
-)
+from experiments.rl.losses import PolicyLoss, TokenResponses, supervised_loss, value_loss
+from experiments.rl.objective import Losses, Terms, policy_terms
 from experiments.rl.optimizer import clip_factor
 from experiments.rl.policy import Agent, token_values
 from relibra_jax.contract.replay import id_dtype, sample_load
@@ -33,7 +27,7 @@ from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.memory import take
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs
+from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs, token_log_probs_and_entropies
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.nnx.host_state import apply_gradients, on_device
@@ -69,6 +63,8 @@ class TrainingBatch(NamedTuple):
     """The advantages, from `experiments.rl.algorithms`. None in supervised learning."""
     old_log_probs: Float[Array, "*M B T"] | None = None
     """The log-probabilities before the updates, from `recompute`. None in supervised learning."""
+    reference_log_probs: Float[Array, "*M B T"] | None = None
+    """The log-probabilities under the reference, from `recompute`. None without one, and in supervised learning."""
     critic: CriticTargets | None = None
     """The training targets of the critic. None without a critic, and in supervised learning."""
     packing: SequencePacking | None = None
@@ -107,6 +103,10 @@ class StepMetrics(NamedTuple):
     """The number of rows that every slot computed."""
     routing_changed: Int[Array, "M L"]
     """The number of expert choices in which the live router differs from the record. 0 without a record."""
+    entropy: Float[Array, ""] | None = None
+    """The entropy of the policy, a weighted sum over tokens. None in supervised learning."""
+    reference_kl: Float[Array, ""] | None = None
+    """The divergence from the reference, a weighted sum over tokens. None without one."""
 
 
 prepare_residents = nnx.jit(prepare_residents_of)
@@ -147,7 +147,13 @@ def recompute(
             assert layers is not None, "batches with residents have prepared layers"
             layers = layers._replace(residents=residents.at(step))
         agent = nnx.merge(graph, state)
-        output, log_probs = _run(agent.policy, one, layers, batch.parallel, temperature)
+        output = _run(agent.policy, one, layers, batch.parallel)
+        log_probs = token_log_probs(
+            *(agent.policy, output.hidden, one.tokens),
+            parallel=batch.parallel,
+            temperature=temperature,
+            packing=one.packing,
+        )
         load = _count_load(output, one.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
         values = None
@@ -160,7 +166,7 @@ def recompute(
 
 
 @nnx.jit(
-    static_argnames=("temperature", "clip", "loss", "num_samples", "critic", "balance", "largest_gradient"),
+    static_argnames=("losses", "critic", "balance", "largest_gradient"),
     donate_argnames=("agent", "optimizer", "residents"),
 )
 def update(
@@ -171,10 +177,7 @@ def update(
     batch_load: Int[Array, "L E"],
     residents: Residents | None = None,
     *,
-    temperature: float = 1.0,
-    clip: Clip | None = None,
-    loss: str = "clip",
-    num_samples: int = 0,
+    losses: Losses | None = None,
     critic: Critic | None = None,
     balance: float = 0.0,
     largest_gradient: float = 1.0,
@@ -193,10 +196,7 @@ def update(
         batch_load: the token copies of each expert in the update, for the load-balancing loss.
         residents: the residents that `prepare_residents` made at this step of the optimizer, donated. None pushes them
             in this program.
-        temperature: the sampling temperature of the responses.
-        clip: the clip of the policy loss. None trains with supervision.
-        loss: the policy loss, one of `experiments.rl.losses.LOSSES`.
-        num_samples: B, the number of samples of the batch, for ``gspo``.
+        losses: the losses of learning from responses. None trains with supervision.
         critic: the settings of the critic's loss, for samples with targets of the critic.
         balance: the factor of the load-balancing loss, which is a mean over layers and is 1 for even loads.
         largest_gradient: the norm to which larger gradients are clipped.
@@ -207,19 +207,8 @@ def update(
 
     def objective(agent, samples, layers):
         model = agent.policy
-        output, log_probs = _run(model, samples, layers, batch.parallel, temperature)
-        if clip is None:
-            policy = PolicyLoss(supervised_loss(log_probs, samples.weights), jnp.zeros(()), jnp.zeros(()))
-        else:
-            policy = policy_loss(
-                log_probs,
-                samples.old_log_probs,
-                samples.advantages,
-                samples.weights,
-                clip=clip,
-                kind=loss,
-                responses=_responses(samples, num_samples) if loss == "gspo" else None,
-            )
+        output = _run(model, samples, layers, batch.parallel)
+        loss, terms = _policy_loss(model, output, samples, batch.parallel, losses)
         critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
             weights, returns, old_values = samples.critic
@@ -230,7 +219,7 @@ def update(
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
         counts = (load, output.slot_rows, _count_changes(model, output, samples, batch.parallel))
-        return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
+        return loss + factor * critic_loss + balance * unevenness, ((terms, critic_loss), *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
         on_device(agent, batch.parallel.mesh),
@@ -245,8 +234,36 @@ def update(
     apply_gradients(
         agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm, largest_gradient)
     )
-    policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, critic_loss, norm, _as_micro_batches(load), *counts)
+    terms, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
+    metrics = StepMetrics(terms.policy, critic_loss, norm, _as_micro_batches(load), *counts)
+    return metrics._replace(entropy=terms.entropy, reference_kl=terms.reference_kl)
+
+
+def _policy_loss(
+    model: LanguageModel,
+    output: ModelOutput,
+    samples: TrainingBatch,
+    parallel: ExpertParallel,
+    losses: Losses | None,
+) -> tuple[jax.Array, Terms]:
+    """Compute the loss of the policy in one micro-batch, and its terms."""
+    hidden, tokens, weights, packing = output.hidden, samples.tokens, samples.weights, samples.packing
+    assert weights is not None
+    if losses is None:
+        log_probs = token_log_probs(model, hidden, tokens, parallel=parallel, packing=packing)
+        supervised = supervised_loss(log_probs, weights)
+        return supervised, Terms(PolicyLoss(supervised, jnp.zeros(()), jnp.zeros(())))
+    log_probs, entropies = token_log_probs_and_entropies(
+        *(model, hidden, tokens), parallel=parallel, temperature=losses.temperature, packing=packing
+    )
+    assert samples.old_log_probs is not None
+    assert samples.advantages is not None
+    return policy_terms(
+        *(log_probs, entropies, samples.old_log_probs, samples.advantages, weights),
+        samples.reference_log_probs,
+        losses=losses,
+        responses=_responses(samples, losses.num_samples) if losses.kind == "gspo" else None,
+    )
 
 
 def _responses(samples: TrainingBatch, num_samples: int) -> TokenResponses:
@@ -264,33 +281,20 @@ def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
 
 @jax.jit
 def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
-    def mean(*values):
-        return jnp.stack(values).mean(0)
+    def join(*values):
+        return jnp.concatenate(values) if jnp.ndim(values[0]) else jnp.stack(values).mean()
 
-    def join(*counts):
-        return jnp.concatenate(counts)
-
-    policy, critic, norm, *counts = zip(*metrics, strict=True)
-    return StepMetrics(
-        jax.tree.map(mean, *policy), mean(*critic), mean(*norm), *(join(*parts) for parts in counts)
-    )
+    return jax.tree.map(join, *metrics)
 
 
 def _run(
-    model: LanguageModel,
-    samples: TrainingBatch,
-    layers: PreparedLayer | None,
-    parallel: ExpertParallel,
-    temperature: float,
-) -> tuple[ModelOutput, jax.Array]:
-    """Run the policy on one micro-batch, in replay or live, and compute the log-probabilities of its tokens."""
+    model: LanguageModel, samples: TrainingBatch, layers: PreparedLayer | None, parallel: ExpertParallel
+) -> ModelOutput:
+    """Run the policy on one micro-batch, in replay or live."""
     expert_ids = None if layers is None else samples.expert_ids
-    packing = samples.packing
-    output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel, packing=packing)
-    log_probs = token_log_probs(
-        *(model, output.hidden, samples.tokens), parallel=parallel, temperature=temperature, packing=packing
+    return model(
+        *(samples.tokens, samples.mask, expert_ids, layers), parallel=parallel, packing=samples.packing
     )
-    return output, log_probs
 
 
 def _count_load(

@@ -84,7 +84,9 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: 
 
 def measure_policy(metrics: StepMetrics) -> dict[str, float]:
     """Compute the metrics of the policy's updates."""
+    terms = {"policy/entropy": metrics.entropy, "policy/reference_kl": metrics.reference_kl}
     return {
+        **{name: float(term) for name, term in terms.items() if term is not None},
         "policy/loss": float(metrics.policy.loss),
         "policy/clipped_share": float(metrics.policy.clipped),
         "policy/kl": float(metrics.policy.kl),

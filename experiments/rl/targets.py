@@ -129,6 +129,7 @@ def add_targets(
         "weights": weigh(targets.policy_mask),
         "advantages": targets.advantages,
         "old_log_probs": recomputed.old_log_probs,
+        "reference_log_probs": recomputed.reference_log_probs,
         "critic": critic,
     }
     return [PreparedStage(batch, samples._replace(**batch.to_ranks(of_batch))) for batch, samples in updates]

@@ -32,6 +32,7 @@ from experiments.rl.stages import (
     prepare_stages,
     recompute_live,
     recompute_planned,
+    recompute_reference,
 )
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, join_metrics, recompute, update
@@ -179,7 +180,7 @@ class Trainer:
             **self._model_times(stages),
             "balance/imbalance_recompute": recomputed.imbalance,
             "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
-            "batch/tokens_run": rollout.tokens_run + (1 + config.epochs) * num_tokens,
+            "batch/tokens_run": rollout.tokens_run + (config.recomputes + config.epochs) * num_tokens,
             **speed,
             **measure_phases(clock, plan_ahead.wait()),
             # With staleness, the phase is only the wait for responses.
@@ -216,6 +217,8 @@ class Trainer:
     ) -> tuple[Stages, RecomputeResult]:
         """Plan the batch and recompute its log-probabilities, in the order that ``config.routing`` needs."""
         config, state = self.config, self.state
+        if config.reference.kind != "none":
+            state.keep_reference()
         if config.routing == "recompute":
             with clock("recompute"):
                 responses, recomputed = recompute_live(state, config, responses)
@@ -226,6 +229,10 @@ class Trainer:
             with clock("recompute"):
                 float8 = config.float8_rollout if config.float8_recompute else None
                 recomputed = recompute_planned(state, config, stages, float8=float8)
+        if config.reference.kind != "none":
+            with clock("recompute"):
+                log_probs = recompute_reference(state, config, stages)
+            recomputed = recomputed._replace(reference_log_probs=log_probs)
         return stages, recomputed
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
@@ -269,10 +276,7 @@ class Trainer:
                     residents,
                     balance=config.balance,
                     largest_gradient=config.adamw.largest_gradient,
-                    temperature=config.temperature,
-                    clip=config.clip,
-                    loss=config.loss,
-                    num_samples=config.samples,
+                    losses=config.losses,
                     critic=config.critic,
                 )
                 update_metrics, residents = on_every_host(update_metrics, self.mesh), None
