@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.rl.optimizer import make_optimizer
-from experiments.rl.policy import make_agent
+from experiments.rl.policy import Agent
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import HOST
@@ -37,10 +37,10 @@ CONFIG = ModelConfig(
 
 
 def build():
-    """Make an agent with a critic, its optimizer, and gradients, on the devices."""
+    """Make an agent, its optimizer, and gradients, on the devices."""
     policy = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0), shard_dense=True)
-    agent = make_agent(policy, MESH, critic=True)
-    tx = make_optimizer(1e-2, 1e-3, 1, critic_rate=2.0, moments="bfloat16")
+    agent = Agent(policy)
+    tx = make_optimizer(1e-2, 1e-3, 1, moments="bfloat16")
     optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
     rng = np.random.default_rng(1)
     gradients = jax.tree.map(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from experiments.rl import generation
 from experiments.rl.objective import Losses
-from experiments.rl.policy import TINY, make_agent
+from experiments.rl.policy import TINY, Agent
 from experiments.rl.step import TrainingBatch, recompute, update
 from relibra_jax.contract.types import Topology
 from relibra_jax.models import make_model, token_log_probs, token_log_probs_and_entropies
@@ -137,7 +137,7 @@ def test_token_log_probs_of_single_tokens_are_0():
 
 def lower(program):
     """Lower one of the programs of a run that use the model."""
-    agent = make_agent(model(), parallel().mesh, critic=False)
+    agent = Agent(model())
     if program in ("prefill", "decode"):
         prompts = generation.PaddedPrompts(jnp.asarray(TOKENS), jnp.full(SEQUENCES, LENGTH, jnp.int32))
         arguments = (agent.policy, prompts, jnp.int32(0))

@@ -22,7 +22,7 @@ from experiments.model_memory import (
 from experiments.rl.configs import Train
 from experiments.rl.objective import Losses
 from experiments.rl.optimizer import make_optimizer
-from experiments.rl.policy import TINY, make_agent
+from experiments.rl.policy import TINY, Agent
 from experiments.rl.state import run_sizes
 from experiments.rl.step import TrainingBatch, update
 from experiments.step_memory import RunSizes, host_bytes, memory_by_stage, rank_gigabytes, rank_parameters
@@ -81,7 +81,7 @@ def test_states_equal_the_bytes_of_a_run(shard_dense, fsdp, moments):
     mesh = expert_mesh(topology, **axes)
     sharding = {"shard_dense": shard_dense, "fsdp_axis": "fsdp" if fsdp > 1 else None}
     model = make_model(TINY, topology, mesh=mesh, key=jax.random.key(0), **sharding)
-    tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=moments)
+    tx = make_optimizer(1e-3, 1e-3, 0, moments=moments)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def rank_bytes(state):
@@ -123,10 +123,8 @@ def compile_update(sizes, samples):
     config, topology = sizes.config, sizes.topology
     mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks])
     key = jax.random.key(0)
-    agent = make_agent(
-        make_model(config, topology, mesh=mesh, key=key, shard_dense=sizes.shard_dense), mesh, critic=False
-    )
-    tx = make_optimizer(1e-3, 1e-3, 0, critic_rate=None, moments=sizes.moments)
+    agent = Agent(make_model(config, topology, mesh=mesh, key=key, shard_dense=sizes.shard_dense))
+    tx = make_optimizer(1e-3, 1e-3, 0, moments=sizes.moments)
     optimizer = nnx.Optimizer(agent, tx, wrt=nnx.Param)
     live = sizes.live
     balancer = Balancer(

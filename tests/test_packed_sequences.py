@@ -189,9 +189,9 @@ def test_training_in_packed_sequences_learns_the_same(monkeypatch, algorithm, sp
             replay=replay,
         )
         trainer = Trainer(config, 0)
-        if algorithm == "ppo":  # a new head gives all tokens the same value
-            head = trainer.state.agent.critic.weight
-            head[...] = jax.random.normal(jax.random.key(1), head.shape)
+        if algorithm == "ppo":  # a new critic gives all tokens the same value
+            weight = trainer.state.critic.weight
+            weight[...] = jax.random.normal(jax.random.key(1), weight.shape)
         metrics[pack_sequences] = trainer.learn() | trainer.warm_up()
     packed, unpacked = metrics[True], metrics[False]
     assert packed["response/tokens"] == unpacked["response/tokens"]

@@ -107,6 +107,14 @@ def test_generalized_advantages_equal_a_loop_in_numpy(discount, decay):
             assert actual[i, START[i] + t] == pytest.approx(expected, abs=1e-5)
 
 
+def test_decay_may_differ_by_response():
+    decay = np.where(FINISHED, 0.9, 0.3).astype(np.float32)
+    arguments, options = (VALUES, REWARDS, RESPONSE_MASK, FINISHED), {"discount": 0.95}
+    actual = generalized_advantages(*arguments, decay=decay, **options)
+    finished, cut = (generalized_advantages(*arguments, decay=number, **options) for number in (0.9, 0.3))
+    np.testing.assert_allclose(actual, np.where(FINISHED[:, None], finished, cut), atol=1e-6)
+
+
 def test_generalized_advantages_ignore_values_outside_responses():
     strange = np.where(RESPONSE_MASK, VALUES, 1e30).astype(np.float32)
     rewards = np.where(FINISHED, REWARDS, 1e30).astype(np.float32)

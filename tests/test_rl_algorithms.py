@@ -42,8 +42,8 @@ def random_batch(algorithm, seed=0):
     return RolloutBatch(rewards, usable, finished, response_mask, new_mask, values)
 
 
-def targets_of(algorithm, batch):
-    return ALGORITHMS[algorithm].compute_targets(batch, CRITIC, Group(), responses_per_prompt=PER_PROMPT)
+def targets_of(algorithm, batch, critic=CRITIC):
+    return ALGORITHMS[algorithm].compute_targets(batch, critic, Group(), responses_per_prompt=PER_PROMPT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -103,6 +103,35 @@ def test_tppo_advantages_equal_those_of_ppo_if_no_response_is_cut_off():
     np.testing.assert_array_equal(one.critic_mask, other.critic_mask)
 
 
+def test_cut_decay_is_the_lambda_of_unfinished_responses_alone():
+    batch = random_batch("tppo")
+    both, cut, other = (
+        targets_of("tppo", batch, dataclasses.replace(CRITIC, whiten="none", **changes)).advantages
+        for changes in ({}, {"cut_decay": 0.3}, {"decay": 0.3})
+    )
+    assert np.asarray(both != other)[~batch.finished].any()
+    np.testing.assert_array_equal(cut, np.where(batch.finished[:, None], both, other))
+
+
+def test_whiten_says_over_what_tokens_advantages_are_whitened():
+    batch = random_batch("tppo")
+    together, apart, none = (
+        targets_of("tppo", batch, dataclasses.replace(CRITIC, whiten=kind))
+        for kind in ("together", "apart", "none")
+    )
+    mask = np.asarray(together.policy_mask)
+    plain = np.asarray(none.advantages, np.float64)
+    finished = np.broadcast_to(batch.finished[:, None], mask.shape)
+    for targets, parts in ((together, [mask]), (apart, [mask & finished, mask & ~finished])):
+        expected = np.zeros(mask.shape)
+        for part in parts:
+            expected[part] = (plain[part] - plain[part].mean()) / (plain[part].std() + 1e-6)
+        np.testing.assert_allclose(targets.advantages, expected, atol=1e-5)
+        np.testing.assert_array_equal(targets.policy_mask, mask)
+    for name in ("critic_mask", "returns"):
+        np.testing.assert_array_equal(getattr(apart, name), getattr(together, name))
+
+
 def test_compute_targets_masks_and_counts_samples_without_finite_values():
     batch, config = random_batch("tppo"), Train(**(SMALL | TPPO))
     shape = batch.response_mask.shape
@@ -130,7 +159,7 @@ def test_compute_targets_masks_and_counts_samples_without_finite_values():
 @pytest.mark.parametrize(
     "changes",
     [
-        TPPO | {"critic": Critic(decay=0.5)},
+        TPPO | {"critic": Critic(decay=0.5, cut_decay=0.9, whiten="apart", width=8)},
         {"algorithm": "dapo", "dapo": Dapo(overlong_share=0.5)},
         {"evaluate_every": 2},
         {"correction": Correction(kind="mask", high=5.0)},
@@ -194,8 +223,11 @@ def test_train_accepts_one_response_to_a_prompt_with_a_critic():
         ({"discount": 1.5}, "critic.discount=1.5 must be at least 0 and at most 1"),
         ({"decay": float("nan")}, "critic.decay=nan must be at least 0 and at most 1"),
         ({"clip": 0.0}, "critic.clip=0.0 must be positive and finite"),
-        ({"rate": 0.0}, "critic.rate=0.0 must be positive and finite"),
-        ({"factor": -1.0}, "critic.factor=-1.0 must be at least 0"),
+        ({"cut_decay": -0.5}, "critic.cut_decay=-0.5 must be at least 0 and at most 1"),
+        ({"whiten": "appart"}, "critic.whiten 'appart' must be one of together, apart, none; did you mean"),
+        ({"learning_rate": 0.0}, "critic.learning_rate=0.0 must be positive and finite"),
+        ({"epochs": 0}, "critic.epochs=0 must be an integer of at least 1"),
+        ({"width": -1}, "critic.width=-1 must be an integer of at least 0"),
     ],
 )
 def test_critic_rejects_numbers_out_of_range(changes, says):

@@ -38,7 +38,7 @@ def trained(moments):
 
 def test_settings_of_adamw_reach_optax():
     settings = AdamW(b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.1, schedule="cosine", rising_updates=1)
-    actual = make_optimizer(0.5, 0.1, 2, settings, updates=5, critic_rate=None, moments="float32")
+    actual = make_optimizer(0.5, 0.1, 2, settings, updates=5, moments="float32")
     rates = [0.5, 0.5, 0.0, *(0.1 * 0.5 * (1 + np.cos(np.pi * np.arange(4) / 4)))]
     params, rng = {"x": jnp.ones(3)}, np.random.default_rng(0)
     state = actual.init(params)

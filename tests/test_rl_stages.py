@@ -181,7 +181,7 @@ def test_updates_replay_the_routing_that_the_recompute_recorded():
     )
     state = trainer.state
     assert state.balancer.live.chunk_tokens == 16
-    recorded, recomputed = recompute_live(state, trainer.config, responses)
+    recorded, recomputed, _ = recompute_live(state, trainer.config, responses)
     parallel = dataclasses.replace(state.balancer.live, chunk_tokens=1024)
     output = state.agent.policy(responses.tokens, responses.mask, parallel=parallel)
     ids = np.where(responses.mask[..., None, None], output.expert_ids, 0)

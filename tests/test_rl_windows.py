@@ -226,8 +226,8 @@ def test_resume_rejects_carried_responses_of_other_settings(changes, says, stopp
 @pytest.mark.slow
 def test_samples_with_a_critic_that_is_not_finite_are_masked_and_counted(stepped):
     trainer = restored(stepped[1])
-    critic = trainer.state.agent.critic
-    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 3e38)  # large enough that products overflow
+    critic = trainer.state.critic
+    critic.linear[...] = jax.numpy.full_like(critic.linear[...], 3e38)  # large enough that products overflow
     metrics = trainer.learn()
     assert metrics["critic/not_finite"] == 32
     assert metrics["policy/loss"] == metrics["critic/loss"] == 0
@@ -239,9 +239,9 @@ def test_samples_with_a_critic_that_is_not_finite_are_masked_and_counted(stepped
 @pytest.mark.slow
 def test_critic_loss_that_overflows_ends_the_run_in_one_line(stepped):
     trainer = restored(stepped[1])
-    critic = trainer.state.agent.critic
-    critic.weight[...] = jax.numpy.full_like(
-        critic.weight[...], 1e25
+    critic = trainer.state.critic
+    critic.linear[...] = jax.numpy.full_like(
+        critic.linear[...], 1e25
     )  # large enough that the squares of values overflow
     with pytest.raises(
         ValueError, match=r"^step 2: .*the critic's loss is inf.*nothing of this step is saved$"
@@ -268,7 +268,7 @@ def test_new_critic_starts_at_the_mean_return_of_the_first_finished_responses(st
     )
     np.testing.assert_allclose(value, np.average(reward, weights=length), rtol=1e-5)
     assert (value == value[0, 0]).all()
-    assert trainer.state.agent.critic.bias[...] != value[0, 0], "it has learned since"
+    assert trainer.state.critic.bias[...] != value[0, 0], "it has learned since"
 
 
 ROWS = carry_nothing(3, 6, layers=1, top_k=1, dtype=np.dtype(np.uint8))

@@ -11,7 +11,7 @@ from flax import nnx
 from support.plans import random_planner
 
 from experiments.rl.configs import Train
-from experiments.rl.policy import TINY, ValueHead, token_values
+from experiments.rl.policy import TINY
 from relibra_jax import RoutingReplay, Topology, assign_samples, check_plan, pack_samples, plan_batch, relibra
 from relibra_jax.contract.types import BALANCE, EMPTY, Assignment
 from relibra_jax.cost.cost_model import CostModel
@@ -220,17 +220,6 @@ def test_the_price_of_split_samples_is_even_over_a_node():
     seconds, positions = attention_time(assignment, lengths, price)
     assert float(positions) == 6
     np.testing.assert_allclose(seconds, [[[6 + 18, 6 + 18], [6 + 4, 6 + 4]]])
-
-
-def test_values_of_split_tokens_belong_to_the_states_before_them():
-    parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, split_sequences=True)
-    head = ValueHead(3)
-    head.weight[...] = jnp.ones(3)
-    hidden = RNG.normal(size=(8, 8, 3)).astype(np.float32)
-    values = np.asarray(token_values(head, hidden, parallel=parallel)).reshape(2, 32)
-    expected = hidden.sum(-1).reshape(2, 32)
-    np.testing.assert_allclose(values[:, 1:], expected[:, :-1], atol=1e-6)
-    assert not values[:, 0].any()
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from experiments.aot.stack import with_shardings
 from experiments.aot.whole_settings import COMPILER_OPTIONS, Cluster, Lowered, Whole
 from experiments.rl.objective import Losses
 from experiments.rl.optimizer import make_optimizer
-from experiments.rl.policy import Agent, make_agent
+from experiments.rl.policy import Agent
 from experiments.rl.step import TrainingBatch, recompute, update
 from relibra_jax.contract.types import Assignment, BatchPlan, Plan
 from relibra_jax.execution import ExpertParallel, prepare_layers
@@ -29,10 +29,10 @@ def training_program(setting: Whole, cluster: Cluster) -> Lowered:
     """Return an update, or a recompute."""
     config, parallel, make = cluster
     mesh = parallel.mesh
-    tx = make_optimizer(1e-5, 1e-5, 0, critic_rate=None, moments=setting.moments)
+    tx = make_optimizer(1e-5, 1e-5, 0, moments=setting.moments)
 
     def build() -> tuple[Agent, nnx.Optimizer]:
-        agent = make_agent(make(nnx.Rngs(0)), mesh, critic=False)
+        agent = Agent(make(nnx.Rngs(0)))
         return agent, nnx.Optimizer(agent, tx, wrt=nnx.Param)
 
     graph, shapes = nnx.split(nnx.eval_shape(build))

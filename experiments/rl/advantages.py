@@ -101,7 +101,7 @@ def relative_advantages(
     return jnp.where(differ, centred, 0).reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnames=("discount", "decay"))
+@functools.partial(jax.jit, static_argnames="discount")
 def generalized_advantages(
     values: Float[Array, "B T"],
     rewards: Float[Array, " B"],
@@ -109,7 +109,7 @@ def generalized_advantages(
     finished: Bool[Array, " B"],
     *,
     discount: float,
-    decay: float,
+    decay: float | Float[Array, ""] | Float[Array, " B"],
 ) -> Float[jax.Array, "B T"]:
     """Compute generalized advantages, extended for unfinished responses; the formulas are at the top of the file.
 
@@ -119,7 +119,7 @@ def generalized_advantages(
         response_mask: True on the tokens of responses. Replies may lie between them.
         finished: False for unfinished responses.
         discount: gamma, the discount of a reward for every token that it comes later.
-        decay: lambda, the decay of later temporal differences.
+        decay: lambda, the decay of later temporal differences, for all responses or for each of them.
 
     Returns:
         The advantages, float32, 0 outside responses.

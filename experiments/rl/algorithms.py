@@ -22,7 +22,10 @@ from experiments.rl.advantages import (
     whiten,
 )
 from relibra_jax.contract.types import Array
-from relibra_jax.support.limits import check_not_negative, check_positive
+from relibra_jax.support.limits import check_integer, check_positive
+from relibra_jax.support.suggestions import suggest_names
+
+WHITENINGS: Final = ("together", "apart", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,20 +41,34 @@ class Critic:
     decay: float = 1.0
     """Lambda of generalized advantage estimation, the decay of later temporal differences.
     With discount and decay 1 the advantage is the final reward minus the value."""
-    factor: float = 0.5
-    """The factor of the critic's loss in the sum with the policy's loss."""
+    cut_decay: float | None = None
+    """Lambda for responses that a window cut off. None takes ``decay``."""
+    whiten: str = "together"
+    """Over what advantages are whitened: together over all tokens that are learned from, apart over those of finished
+    and those of unfinished responses, or none. PPO has no unfinished responses, so apart is together."""
     clip: float = 0.2
     """The maximum change of a value from its value before the updates."""
-    rate: float = 10.0
-    """The learning rate of the value head, as a multiple of the policy's, because the head starts untrained."""
+    learning_rate: float = 3e-3
+    """The learning rate of the critic, which has an optimizer of its own."""
+    epochs: int = 32
+    """The number of passes of the critic over a batch. They run no layer of the policy."""
+    width: int = 64
+    """The number of hidden units of the critic. 0 leaves a linear function."""
 
     def __post_init__(self) -> None:
-        for name in ("discount", "decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"critic.{name}={getattr(self, name)} must be at least 0 and at most 1")
-        check_not_negative("critic.factor", self.factor)
+        for name in ("discount", "decay", "cut_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"critic.{name}={value} must be at least 0 and at most 1")
+        if self.whiten not in WHITENINGS:
+            raise ValueError(
+                f"critic.whiten {self.whiten!r} must be one of {', '.join(WHITENINGS)}"
+                f"{suggest_names(self.whiten, WHITENINGS)}"
+            )
         check_positive("critic.clip", self.clip)
-        check_positive("critic.rate", self.rate)
+        check_positive("critic.learning_rate", self.learning_rate)
+        check_integer("critic.epochs", self.epochs, least=1)
+        check_integer("critic.width", self.width, least=0)
 
 
 class RolloutBatch(NamedTuple):
@@ -107,18 +124,19 @@ def ppo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses_
     mask = batch.response_mask & jnp.asarray(batch.usable)[:, None]
     advantages = _generalized_advantages(batch, critic)
     assert batch.values is not None
-    return Targets(mask, whiten(advantages, mask), mask, advantages + batch.values)
+    return Targets(mask, _whitened(advantages, mask, batch, critic), mask, advantages + batch.values)
 
 
 def tppo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses_per_prompt: int) -> Targets:
     """Apply T-PPO (arXiv:2506.15050).
 
     The policy learns from all new tokens, by whitened extended generalized advantages. The critic learns from all
-    tokens of finished responses, by Monte-Carlo returns.
+    tokens of finished responses, by Monte-Carlo returns. ``critic.cut_decay`` and ``critic.whiten`` treat the tokens
+    of unfinished responses apart, whose advantages contain no reward.
     """
     usable = jnp.asarray(batch.usable)
     policy_mask = batch.new_mask & usable[:, None]
-    advantages = whiten(_generalized_advantages(batch, critic), policy_mask)
+    advantages = _whitened(_generalized_advantages(batch, critic), policy_mask, batch, critic)
     critic_mask = batch.response_mask & (usable & batch.finished)[:, None]
     returns = discounted_returns(batch.rewards, batch.response_mask, discount=critic.discount)
     return Targets(policy_mask, advantages, critic_mask, returns)
@@ -126,14 +144,27 @@ def tppo_targets(batch: RolloutBatch, critic: Critic, group: Group, *, responses
 
 def _generalized_advantages(batch: RolloutBatch, critic: Critic) -> Float[Array, "B T"]:
     assert batch.values is not None, "algorithms with a critic need values"
+    cut_decay = critic.decay if critic.cut_decay is None else critic.cut_decay
     return generalized_advantages(
         batch.values,
         batch.rewards,
         batch.response_mask,
         batch.finished,
         discount=critic.discount,
-        decay=critic.decay,
+        decay=jnp.where(batch.finished, critic.decay, cut_decay),
     )
+
+
+def _whitened(
+    advantages: Float[Array, "B T"], mask: Bool[Array, "B T"], batch: RolloutBatch, critic: Critic
+) -> Float[Array, "B T"]:
+    """Whiten the advantages of the tokens of a mask as ``critic.whiten`` says; they are 0 elsewhere."""
+    if critic.whiten == "none":
+        return jnp.where(mask, advantages, 0)
+    if critic.whiten == "together":
+        return whiten(advantages, mask)
+    finished = jnp.asarray(batch.finished)[:, None]
+    return whiten(advantages, mask & finished) + whiten(advantages, mask & ~finished)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

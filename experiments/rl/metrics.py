@@ -151,13 +151,19 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             " loss; null without it",
         ),
         "policy/gradient_norm": Metric("norm", "norm of the gradient of an update, before clipping"),
-        "critic/loss": Metric(
-            "loss", "critic's loss in the last epoch, before its factor; null without a critic"
-        ),
+        "critic/loss": Metric("loss", "critic's loss in its last pass over the batch; null without a critic"),
         "critic/explained_variance": Metric(
             "share",
             "share of the variance of the critic's targets that its values before the updates explain; null without"
             " a critic or variance",
+        ),
+        "critic/explained_variance_new": Metric(
+            "share",
+            "the same for tokens of finished responses that this step sampled; null without a critic or variance",
+        ),
+        "critic/explained_variance_carried": Metric(
+            "share",
+            "the same for tokens of finished responses that earlier steps sampled; null without such tokens",
         ),
         "critic/not_finite": Metric(
             "samples",
@@ -281,6 +287,8 @@ ALGORITHM_METRICS: Final = (
     "rollout/filled_share",
     "critic/loss",
     "critic/explained_variance",
+    "critic/explained_variance_new",
+    "critic/explained_variance_carried",
     "critic/not_finite",
 )
 """The metrics of some algorithms, engines or several turns only, null in the lines of the others."""

@@ -65,7 +65,6 @@ def make_optimizer(
     settings: AdamW = AdamW(),
     *,
     updates: int = 1,
-    critic_rate: float | None,
     moments: str,
 ) -> optax.GradientTransformation:
     """Make the optimizer of an agent, for gradients that `clip_factor` has clipped.
@@ -78,16 +77,12 @@ def make_optimizer(
         warmup_steps: the number of updates of the warm-up.
         settings: the settings of AdamW.
         updates: the number of updates after the warm-up.
-        critic_rate: the factor of the critic's learning rate. None for an agent without a critic.
         moments: the dtype in which AdamW's moments are stored.
     """
     rates = [optax.constant_schedule(supervised), learning_rate(reinforced, settings, updates)]
     schedule = optax.join_schedules(rates, [warmup_steps])
     options = {name: getattr(settings, name) for name in ("b1", "b2", "eps", "weight_decay")}
-    adamw = store_state_in(moments, optax.adamw(schedule, **options))
-    if critic_rate is None:
-        return adamw
-    return optax.chain(adamw, optax.masked(optax.scale(critic_rate), _of_critic))
+    return store_state_in(moments, optax.adamw(schedule, **options))
 
 
 def learning_rate(highest: float, settings: AdamW, updates: int) -> optax.Schedule:
@@ -152,8 +147,3 @@ def store_state_in(dtype: DTypeLike, tx: optax.GradientTransformation) -> optax.
         return updates, cast(state, dtype)
 
     return optax.GradientTransformation(init, update)
-
-
-def _of_critic(params: Any) -> Any:
-    """Mark the parameters of an agent that belong to its critic."""
-    return jax.tree.map_with_path(lambda path, _: path[0].key == "critic", params)

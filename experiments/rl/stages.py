@@ -15,11 +15,13 @@ from jaxtyping import Float
 from experiments.float8.hot_ranks import HotRanks, in_float8
 from experiments.rl.balance import planned_imbalance, unplanned_imbalance
 from experiments.rl.configs import Train
+from experiments.rl.critic import of_tokens, state_values
 from experiments.rl.generation import Responses
 from experiments.rl.processes import on_every_host
 from experiments.rl.state import State
-from experiments.rl.step import TrainingBatch, prepare_residents, recompute
+from experiments.rl.step import RecomputeOutput, TrainingBatch, prepare_residents, recompute
 from relibra_jax import Stage
+from relibra_jax.contract.types import Array
 from relibra_jax.execution import Residents
 from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
 
@@ -50,7 +52,7 @@ class Stages(NamedTuple):
 
 
 class RecomputeResult(NamedTuple):
-    """The log-probabilities and values of the agent before its updates, on the host."""
+    """What a recompute says of a batch before its updates: log-probabilities and values on the host."""
 
     old_log_probs: Float[np.ndarray, "B T"]
     """The log-probabilities, float32. Entry t belongs to token t."""
@@ -59,9 +61,12 @@ class RecomputeResult(NamedTuple):
     residents: Residents | None = None
     """The residents that the recompute used. The first update may use them, too."""
     old_values: Float[np.ndarray, "B T"] | None = None
-    """The value of the state before each response token, float32. None without a critic."""
+    """The value of the state before each token, float32, 0 at the first token. None without a critic."""
     reference_log_probs: Float[np.ndarray, "B T"] | None = None
     """The log-probabilities under the reference, float32. None without one."""
+    hidden: tuple[Float[Array, "M B T D"], ...] = ()
+    """The last hidden vectors, on the ranks, stage by stage: of the stages of the recompute, or of the updates if the
+    recompute ran live. Empty without a critic."""
 
 
 def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
@@ -148,18 +153,22 @@ def recompute_planned(
     agent = state.on_devices()
     residents = prepare_residents(agent, state.optimizer, stages.recompute[0].batch)
     agent = agent if float8 is None else in_float8(agent, float8)
-    parts, imbalance = [], None
+    has_critic = state.critic is not None
+    parts, hidden, imbalance = [], [], None
     for batch, samples in stages.recompute:
         step = state.optimizer.step[...]
-        output = recompute(agent, batch, samples, residents, step, temperature=config.temperature)
+        output = recompute(
+            agent, batch, samples, residents, step, temperature=config.temperature, hidden=has_critic
+        )
         check_executed(output.slot_rows, batch)
-        parts.append(batch.from_ranks((output.log_probs, output.values)))
+        parts.append(_to_host(state, batch, output))
+        hidden += [] if output.hidden is None else [output.hidden]
     if stages.recompute is not stages.updates:
         (stage,) = stages.recompute
         imbalance = float(planned_imbalance(jax.device_get(stage.batch.batch_plan.plan)))
     # Each sample is in one stage, and 0 in the results of the others.
     log_probs, values = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
-    return RecomputeResult(log_probs, imbalance, residents, values)
+    return RecomputeResult(log_probs, imbalance, residents, values, hidden=tuple(hidden))
 
 
 def recompute_reference(state: State, config: Train, stages: Stages) -> Float[np.ndarray, "B T"]:
@@ -190,7 +199,19 @@ def recompute_reference(state: State, config: Train, stages: Stages) -> Float[np
     return np.sum(parts, axis=0)
 
 
-def recompute_live(state: State, config: Train, responses: Responses) -> tuple[Responses, RecomputeResult]:
+def _to_host(
+    state: State, batch: PreparedBatch, output: RecomputeOutput
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the log-probabilities and values of a recompute in the order of the batch, on the host."""
+    if state.critic is None or output.hidden is None:
+        return batch.from_ranks(output.log_probs), None
+    log_probs, values = batch.from_ranks((output.log_probs, state_values(state.critic, output.hidden)))
+    return log_probs, of_tokens(values)
+
+
+def recompute_live(
+    state: State, config: Train, responses: Responses
+) -> tuple[Responses, RecomputeResult, Float[np.ndarray, "b T D"] | None]:
     """Recompute log-probabilities with live routing, and record that routing.
 
     Args:
@@ -199,16 +220,43 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
         responses: the samples.
 
     Returns:
-        The responses, with the routing of the recompute in place of the rollout's; and the results of the recompute.
+        The responses, with the routing of the recompute in place of the rollout's; the results of the recompute; and
+        for a critic the hidden vectors of the samples of this process, for `add_hidden`.
     """
     on_host = TrainingBatch(responses.tokens, responses.mask)
     batch, samples = prepare_live(state, config, on_host, config.live_micro_batches)
-    output = recompute(state.on_devices(), batch, samples, temperature=config.temperature, record=True)
-    log_probs, values = batch.from_ranks((output.log_probs, output.values))
+    output = recompute(
+        *(state.on_devices(), batch, samples),
+        temperature=config.temperature,
+        record=True,
+        hidden=state.critic is not None,
+    )
+    log_probs, values = _to_host(state, batch, output)
+    hidden = None if output.hidden is None else batch.from_ranks(output.hidden, own=responses.own)
     ids = batch.from_ranks(output.expert_ids, own=responses.own)
     ids *= responses.replay.mask[..., None, None]
     load = on_every_host(output.load, batch.parallel.mesh)
     # Experts are still at the homes of the previous batch.
     imbalance = unplanned_imbalance(load, get_homes(state.agent), topology=batch.parallel.topology)
     result = RecomputeResult(log_probs, float(imbalance), old_values=values)
-    return responses._replace(expert_ids=ids), result
+    return responses._replace(expert_ids=ids), result, hidden
+
+
+def add_hidden(
+    recomputed: RecomputeResult,
+    stages: Stages,
+    hidden: Float[np.ndarray, "b T D"] | None,
+    responses: Responses,
+) -> RecomputeResult:
+    """Put the hidden vectors of a live recompute on the ranks of the updates, whose plan was not known before.
+
+    Args:
+        recomputed: the results of the recompute.
+        stages: the stages of the batch.
+        hidden: the hidden vectors of the samples of this process. None without a critic.
+        responses: the samples.
+    """
+    if hidden is None:
+        return recomputed
+    on_ranks = tuple(batch.to_ranks(hidden, own=responses.own) for batch, _ in stages.updates)
+    return recomputed._replace(hidden=on_ranks)

@@ -1,5 +1,6 @@
 """The state of a run and its checkpoints, in logical expert order, so that a run can resume on any mesh."""
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -11,9 +12,10 @@ from jax.sharding import Mesh
 
 from experiments.model_memory import check_training_memory
 from experiments.rl.configs import Train
+from experiments.rl.critic import ValueNetwork, make_critic
 from experiments.rl.optimizer import make_optimizer
 from experiments.rl.planner_settings import price_of
-from experiments.rl.policy import Agent, make_agent
+from experiments.rl.policy import Agent
 from experiments.rl.reference import copy_weights
 from experiments.rl.windows import Carried, carry_nothing
 from experiments.step_memory import RunSizes
@@ -23,6 +25,7 @@ from relibra_jax.execution.memory import HOST
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
 from relibra_jax.nnx.host_state import on_device, put_on_host
+from relibra_jax.nnx.put_on_mesh import replicate
 from relibra_jax.nnx.training_checkpoint import COPIES
 from relibra_jax.routing.sizes import Capacities
 
@@ -32,6 +35,8 @@ SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
 CARRIED_SETTINGS: Final = ("response_tokens", "prompt_tokens", "samples")
 """The settings, besides algorithm and window, that must not change while responses are carried from step to step."""
+CRITIC: Final = 1
+"""The part of the random key of the weights for the critic."""
 DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {"moments": "float32", "window": "None", "reference": "none"}
 )
@@ -39,7 +44,7 @@ DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class State:
-    """The state of a run: agent, optimizer, balancer, unfinished responses, random key and step.
+    """The state of a run: policy, critic, their optimizers, balancer, unfinished responses, random key and step.
 
     Args:
         config: the settings of the run.
@@ -57,11 +62,19 @@ class State:
         else:
             policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype, **sharding)
             policy.config = config.model_config
-        self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
+        self.agent = Agent(policy)
+        self.critic: ValueNetwork | None = None
+        """The critic, on every device. None for algorithms without one."""
+        self.critic_optimizer: nnx.Optimizer | None = None
+        """The optimizer of the critic."""
+        if config.algorithm_entry.critic:
+            self.critic, self.critic_optimizer = make_critic(
+                *(policy.config.width, config.critic, config.adamw, mesh),
+                key=jax.random.fold_in(weights, CRITIC),
+            )
         tx = make_optimizer(
             *(config.warmup_learning_rate, config.learning_rate, config.warmup_steps, config.adamw),
             updates=max(config.steps * config.epochs * config.updates, 1),
-            critic_rate=config.critic.rate if config.algorithm_entry.critic else None,
             moments=config.moments,
         )
         self.reference: Agent | None = None
@@ -98,6 +111,8 @@ class State:
         self.settings = {name: str(getattr(config, name)) for name in named}
         self.settings["reference"] = "none" if config.reference.kind == "none" else "kept"
         """The settings that a run must have to resume a checkpoint of this run."""
+        if self.critic is not None:
+            self.settings["critic.width"] = str(config.critic.width)
         self.carried: Carried | None = None
         """The responses that the last rollout has not learned from. None without windows."""
         if config.window is not None:
@@ -151,7 +166,7 @@ class State:
                 other settings. The message names the difference.
         """
         names = read_layout(manager, find_step(manager, None), verify=verify).arrays
-        named = (name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
+        named = (name.removeprefix(SETTINGS).rsplit(".", 1) for name in names if name.startswith(SETTINGS))
         saved = {**DEFAULTS, **dict(named)}
         for name, value in self.settings.items():
             if saved.get(name) != value:
@@ -168,11 +183,17 @@ class State:
             verify=verify,
         )
         self.carried = extra["carried"]
+        if self.critic is not None:
+            modules, mesh = (self.critic, self.critic_optimizer), self.balancer.parallel.mesh
+            nnx.update(modules, jax.tree.map(functools.partial(replicate, mesh=mesh), extra["critic"]))
 
     def _extra(self) -> dict[str, Any]:
-        """Return what a checkpoint contains besides agent, optimizer and balancer."""
+        """Return what a checkpoint contains besides the policy, its optimizer and the balancer."""
         settings = {name: {value: 1} for name, value in self.settings.items() if DEFAULTS.get(name) != value}
-        return {"settings": settings, "carried": self.carried}
+        critic = None
+        if self.critic is not None:
+            critic = jax.device_get(nnx.to_pure_dict(nnx.state((self.critic, self.critic_optimizer))))
+        return {"settings": settings, "carried": self.carried, "critic": critic}
 
 
 _copy_to_devices = nnx.jit(on_device, static_argnames="mesh")

@@ -16,32 +16,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
-from experiments.rl.algorithms import Critic
-from experiments.rl.losses import PolicyLoss, TokenResponses, supervised_loss, value_loss
+from experiments.rl.losses import PolicyLoss, TokenResponses, supervised_loss
 from experiments.rl.objective import Losses, Terms, policy_terms
 from experiments.rl.optimizer import clip_factor
-from experiments.rl.policy import Agent, token_values
+from experiments.rl.policy import Agent
 from relibra_jax.contract.replay import id_dtype, sample_load
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
-from relibra_jax.execution.memory import take
+from relibra_jax.execution.memory import in_host_memory, take, to_host
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs, token_log_probs_and_entropies
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.nnx.host_state import apply_gradients, on_device
-
-
-class CriticTargets(NamedTuple):
-    """The training targets of the critic, in the layout of the samples."""
-
-    weights: Float[Array, "*M B T"]
-    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a return."""
-    returns: Float[Array, "*M B T"]
-    """The returns, which the critic learns."""
-    old_values: Float[Array, "*M B T"]
-    """The values before the updates, from `recompute`."""
 
 
 class TrainingBatch(NamedTuple):
@@ -65,8 +53,6 @@ class TrainingBatch(NamedTuple):
     """The log-probabilities before the updates, from `recompute`. None in supervised learning."""
     reference_log_probs: Float[Array, "*M B T"] | None = None
     """The log-probabilities under the reference, from `recompute`. None without one, and in supervised learning."""
-    critic: CriticTargets | None = None
-    """The training targets of the critic. None without a critic, and in supervised learning."""
     packing: SequencePacking | None = None
     """The samples in each sequence, if sequences hold several (`PreparedBatch.packing`); ``B`` is then the number of
     sequences."""
@@ -83,9 +69,9 @@ class RecomputeOutput(NamedTuple):
     """The number of rows that every slot computed."""
     expert_ids: Integer[Array, "M B T L K"] | None
     """The routing that ran, in the smallest dtype that holds it. None unless it is recorded."""
-    values: Float[Array, "M B T"] | None
-    """The values of the states before tokens, float32, from `experiments.rl.policy.token_values`. None without a
-    critic."""
+    hidden: Float[Array, "M B T D"] | None
+    """The last hidden vectors of the policy, for `experiments.rl.critic`, in the memory of the samples. None unless
+    they are asked for."""
 
 
 class StepMetrics(NamedTuple):
@@ -93,8 +79,6 @@ class StepMetrics(NamedTuple):
 
     policy: PolicyLoss
     """The policy loss and its statistics, summed over the update. Supervised learning has only the loss."""
-    critic_loss: Float[Array, ""]
-    """The critic's loss before its factor, summed over the update. 0 without a critic."""
     gradient_norm: Float[Array, ""]
     """The norm of the update's gradient, before clipping."""
     load: Int[Array, "M L N G E"]
@@ -113,7 +97,7 @@ prepare_residents = nnx.jit(prepare_residents_of)
 """`relibra_jax.nnx.prepare_residents` under jit, for residents that a recompute and the first update after it share."""
 
 
-@nnx.jit(static_argnames=("temperature", "record"), graph_updates=False)
+@nnx.jit(static_argnames=("temperature", "record", "hidden"), graph_updates=False)
 def recompute(
     agent: Agent,
     batch: PreparedBatch,
@@ -123,20 +107,22 @@ def recompute(
     *,
     temperature: float,
     record: bool = False,
+    hidden: bool = False,
 ) -> RecomputeOutput:
-    """Compute the log-probabilities of the batch's tokens under the current agent, and the values if it has a critic.
+    """Compute the log-probabilities of the batch's tokens under the current agent.
 
     Args:
-        agent: the policy and its critic.
+        agent: the policy.
         batch: the prepared batch, which replays the samples' recorded routing or routes live.
         samples: the samples, on the ranks.
         residents: the residents that `prepare_residents` made. None if the batch has none.
         step: the step number of the optimizer, with residents.
         temperature: the sampling temperature of the responses.
         record: whether to return the routing that ran.
+        hidden: whether to return the last hidden vectors.
 
     Returns:
-        The log-probabilities, the counts of what ran, and the values.
+        The log-probabilities, and the counts of what ran.
     """
     graph, state = nnx.split(agent)
 
@@ -156,17 +142,17 @@ def recompute(
         )
         load = _count_load(output, one.mask, batch.parallel)
         ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
-        values = None
-        if agent.critic is not None:
-            values = token_values(agent.critic, output.hidden, parallel=batch.parallel)
-        return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, values)
+        vectors = None
+        if hidden:
+            vectors = to_host(output.hidden) if in_host_memory(samples.tokens) else output.hidden
+        return None, RecomputeOutput(log_probs, load, output.slot_rows, ids, vectors)
 
     output = jax.lax.scan(run_micro_batch, None, jnp.arange(len(samples.tokens)))[1]
     return output._replace(load=_as_micro_batches(output.load))
 
 
 @nnx.jit(
-    static_argnames=("losses", "critic", "balance", "largest_gradient"),
+    static_argnames=("losses", "balance", "largest_gradient"),
     donate_argnames=("agent", "optimizer", "residents"),
 )
 def update(
@@ -178,7 +164,6 @@ def update(
     residents: Residents | None = None,
     *,
     losses: Losses | None = None,
-    critic: Critic | None = None,
     balance: float = 0.0,
     largest_gradient: float = 1.0,
 ) -> StepMetrics:
@@ -189,7 +174,7 @@ def update(
     and optimizer state may be in host memory (`relibra_jax.nnx.host_state`).
 
     Args:
-        agent: the policy and its critic.
+        agent: the policy.
         optimizer: the optimizer of the agent.
         batch: the prepared batch, which replays the samples' recorded routing or routes live.
         samples: the samples with their training targets, on the ranks.
@@ -197,7 +182,6 @@ def update(
         residents: the residents that `prepare_residents` made at this step of the optimizer, donated. None pushes them
             in this program.
         losses: the losses of learning from responses. None trains with supervision.
-        critic: the settings of the critic's loss, for samples with targets of the critic.
         balance: the factor of the load-balancing loss, which is a mean over layers and is 1 for even loads.
         largest_gradient: the norm to which larger gradients are clipped.
 
@@ -209,17 +193,11 @@ def update(
         model = agent.policy
         output = _run(model, samples, layers, batch.parallel)
         loss, terms = _policy_loss(model, output, samples, batch.parallel, losses)
-        critic_loss, factor = jnp.zeros(()), 0.0
-        if samples.critic is not None and critic is not None:
-            weights, returns, old_values = samples.critic
-            values = token_values(agent.critic, output.hidden, weights > 0, parallel=batch.parallel)
-            critic_loss = value_loss(values, old_values, returns, weights, clip=critic.clip)
-            factor = critic.factor
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
         counts = (load, output.slot_rows, _count_changes(model, output, samples, batch.parallel))
-        return loss + factor * critic_loss + balance * unevenness, ((terms, critic_loss), *counts)
+        return loss + balance * unevenness, (terms, *counts)
 
     gradients, (shares, load, *counts) = accumulate_gradients(
         on_device(agent, batch.parallel.mesh),
@@ -234,8 +212,8 @@ def update(
     apply_gradients(
         agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm, largest_gradient)
     )
-    terms, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
-    metrics = StepMetrics(terms.policy, critic_loss, norm, _as_micro_batches(load), *counts)
+    terms = jax.tree.map(lambda share: share.sum(0), shares)
+    metrics = StepMetrics(terms.policy, norm, _as_micro_batches(load), *counts)
     return metrics._replace(entropy=terms.entropy, reference_kl=terms.reference_kl)
 
 

@@ -1,6 +1,6 @@
 """The metrics of a step apart from balance: its times, rewards and responses, and what policy and critic learned."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
 from experiments.rl.step import StepMetrics
 from experiments.rl.step_clock import StepClock, exposed_seconds
+
+SMALLEST_VARIANCE: Final = 1e-10
+"""The variance of returns up to which they count as equal: advantages plus values are rounded."""
 
 
 def measure_speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
@@ -95,16 +98,23 @@ def measure_policy(metrics: StepMetrics) -> dict[str, float]:
 
 
 def measure_critic(
-    targets: Targets, recomputed: RecomputeResult, metrics: StepMetrics, not_finite: int
+    targets: Targets, rollout: Rollout, recomputed: RecomputeResult, loss: float | None, not_finite: int
 ) -> dict[str, Any]:
-    """Compute the metrics of the critic. Without a critic there are none."""
+    """Compute the metrics of the critic, with the loss of its last pass. Without a critic there are none."""
     if targets.critic_mask is None or targets.returns is None or recomputed.old_values is None:
         return {}
-    returns = targets.returns[targets.critic_mask]
-    error = returns - recomputed.old_values[targets.critic_mask]
-    explained = 1 - error.var() / returns.var() if returns.size and returns.var() > 0 else None
+    returns, error = targets.returns, targets.returns - recomputed.old_values
+
+    def explained(mask: np.ndarray) -> float | None:
+        variance = returns[mask].var() if mask.any() else 0
+        return float(1 - error[mask].var() / variance) if variance > SMALLEST_VARIANCE else None
+
+    mask = np.asarray(targets.critic_mask)
+    finished = mask & rollout.finished[:, None]
     return {
-        "critic/loss": float(metrics.critic_loss),
-        "critic/explained_variance": None if explained is None else float(explained),
+        "critic/loss": loss,
+        "critic/explained_variance": explained(mask),
+        "critic/explained_variance_new": explained(finished & rollout.new_mask),
+        "critic/explained_variance_carried": explained(finished & ~rollout.new_mask),
         "critic/not_finite": not_finite,
     }

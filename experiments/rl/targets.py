@@ -9,12 +9,12 @@ from experiments.rl.advantages import discounted_returns
 from experiments.rl.algorithms import RolloutBatch, Targets
 from experiments.rl.configs import Train
 from experiments.rl.correction import importance_weights
+from experiments.rl.critic import CriticTargets, of_states
 from experiments.rl.losses import token_weights
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
-from experiments.rl.stages import PreparedStage, RecomputeResult
+from experiments.rl.stages import PreparedStage, RecomputeResult, Stages
 from experiments.rl.state import State
-from experiments.rl.step import CriticTargets
 
 
 def initialize_critic(
@@ -35,14 +35,14 @@ def initialize_critic(
     Returns:
         The results of the recompute. If the critic is new, all values are the bias.
     """
-    head, values = state.agent.critic, recomputed.old_values
+    critic, values = state.critic, recomputed.old_values
     response_mask = rollout.responses.response_mask
     finished = response_mask & rewards.scored[:, None]
-    if head is None or values is None or values.any() or not finished.any():
+    if critic is None or values is None or values.any() or not finished.any():
         return recomputed
     returns = discounted_returns(rewards.reward, response_mask, discount=config.critic.discount)
     mean = np.asarray(returns)[finished].mean(dtype=np.float32)
-    head.bias[...] = jax.device_put(mean, head.bias[...].sharding)
+    critic.bias[...] = jax.device_put(mean, critic.bias[...].sharding)
     return recomputed._replace(old_values=np.full_like(values, mean))
 
 
@@ -120,16 +120,37 @@ def add_targets(
         ]
         return np.concatenate(weights)
 
-    critic = None
-    if targets.critic_mask is not None:
-        assert targets.returns is not None
-        assert recomputed.old_values is not None
-        critic = CriticTargets(weigh(targets.critic_mask), targets.returns, recomputed.old_values)
     of_batch = {
         "weights": weigh(targets.policy_mask),
         "advantages": targets.advantages,
         "old_log_probs": recomputed.old_log_probs,
         "reference_log_probs": recomputed.reference_log_probs,
-        "critic": critic,
     }
     return [PreparedStage(batch, samples._replace(**batch.to_ranks(of_batch))) for batch, samples in updates]
+
+
+def critic_targets(
+    config: Train, stages: Stages, targets: Targets, recomputed: RecomputeResult
+) -> list[CriticTargets]:
+    """Put what the critic learns on the ranks, where the hidden vectors of a recompute are.
+
+    The loss of a stage is the mean over its tokens, whatever the weights of the policy's tokens are.
+
+    Args:
+        config: the settings of the run.
+        stages: the stages of the batch.
+        targets: the training targets of the batch.
+        recomputed: the results of the recompute, with its hidden vectors.
+
+    Returns:
+        The targets of each stage that has hidden vectors.
+    """
+    critic_mask, returns, old_values = targets.critic_mask, targets.returns, recomputed.old_values
+    assert critic_mask is not None
+    assert returns is not None
+    assert old_values is not None
+    batches = [batch for batch, _ in stages.recompute or stages.updates]
+    parts = config.mini_batches if len(batches) == config.updates else (range(config.samples),)
+    weights = np.concatenate([token_weights(critic_mask[samples]) for samples in parts])
+    of_batch = CriticTargets(of_states(weights), of_states(returns), of_states(old_values))
+    return [batch.to_ranks(of_batch) for batch in batches]

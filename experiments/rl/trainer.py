@@ -16,6 +16,7 @@ from flax import nnx
 from experiments.rl.algorithms import Targets
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
+from experiments.rl.critic import update_critic
 from experiments.rl.devices import copies_of_group, host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
@@ -28,6 +29,7 @@ from experiments.rl.rollout import Sampler
 from experiments.rl.stages import (
     RecomputeResult,
     Stages,
+    add_hidden,
     prepare_live,
     prepare_stages,
     recompute_live,
@@ -46,7 +48,7 @@ from experiments.rl.step_metrics import (
     measure_rewards,
     measure_speed,
 )
-from experiments.rl.targets import add_targets, compute_targets, initialize_critic
+from experiments.rl.targets import add_targets, compute_targets, critic_targets, initialize_critic
 from experiments.rl.tasks import Task, find_task
 from experiments.rl.tokens import Tokenizer
 from relibra_jax.execution import ExpertParallel, check_residents
@@ -159,6 +161,7 @@ class Trainer:
             targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
             metrics = self.update(stages, targets, recomputed)
             self._check_finite(metrics)
+            critic_loss = self.update_critic(stages, targets, recomputed)
         # DAPO chooses among samples of several rollouts, so they do not lie in waves any more.
         at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
         num_tokens = int(rollout.responses.mask.sum())
@@ -173,7 +176,7 @@ class Trainer:
             **rollout.metrics,
             **measure_mismatch(rollout, recomputed, config.correction),
             **measure_policy(metrics),
-            **measure_critic(targets, recomputed, metrics, not_finite),
+            **measure_critic(targets, rollout, recomputed, critic_loss, not_finite),
             **measure_batch(
                 [stage.batch for stage in stages.updates], metrics, num_tokens, live=not config.replay
             ),
@@ -216,16 +219,18 @@ class Trainer:
         self, responses: Responses, plan_ahead: PlanAhead, clock: StepClock
     ) -> tuple[Stages, RecomputeResult]:
         """Plan the batch and recompute its log-probabilities, in the order that ``config.routing`` needs."""
-        config, state = self.config, self.state
+        config, state, hidden = self.config, self.state, None
         if config.reference.kind != "none":
             state.keep_reference()
         if config.routing == "recompute":
             with clock("recompute"):
-                responses, recomputed = recompute_live(state, config, responses)
+                responses, recomputed, hidden = recompute_live(state, config, responses)
         with clock("plan"):
             plan_ahead.wait()
         stages = self.prepare(responses, clock)
-        if config.routing == "rollout":
+        if config.routing == "recompute":
+            recomputed = add_hidden(recomputed, stages, hidden, responses)
+        else:
             with clock("recompute"):
                 float8 = config.float8_rollout if config.float8_recompute else None
                 recomputed = recompute_planned(state, config, stages, float8=float8)
@@ -277,13 +282,31 @@ class Trainer:
                     balance=config.balance,
                     largest_gradient=config.adamw.largest_gradient,
                     losses=config.losses,
-                    critic=config.critic,
                 )
                 update_metrics, residents = on_every_host(update_metrics, self.mesh), None
                 if config.replay:
                     check_executed(update_metrics.slot_rows, batch)
                 metrics.append(update_metrics)
         return join_metrics(metrics)
+
+    def update_critic(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> float | None:
+        """Train the critic on the hidden vectors of the recompute; return the loss of the last pass, None without one.
+
+        Raises:
+            ValueError: if a loss or the norm of a gradient is not finite.
+        """
+        critic, optimizer, config = self.state.critic, self.state.critic_optimizer, self.config.critic
+        if critic is None or optimizer is None:
+            return None
+        parts = list(
+            zip(recomputed.hidden, critic_targets(self.config, stages, targets, recomputed), strict=True)
+        )
+        for _ in range(config.epochs):
+            passed = [update_critic(critic, optimizer, *part, clip=config.clip) for part in parts]
+            losses, norms = np.array(on_every_host(passed, self.mesh)).T
+            loss, norm = float(losses.mean()), float(norms.max())
+            self._raise_unless_finite({"the critic's loss": loss, "the norm of the critic's gradient": norm})
+        return loss
 
     def _live_on_planned_ranks(self, stages: Stages) -> ExpertParallel:
         """Return the settings of updates that route live, with samples where the plan of the batch has put them."""
@@ -304,11 +327,14 @@ class Trainer:
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         """Raise ValueError if a loss or the norm of the gradient is not finite. The message names it."""
-        values = {
-            "the policy's loss": float(metrics.policy.loss),
-            "the critic's loss": float(metrics.critic_loss),
-            "the norm of the gradient": float(metrics.gradient_norm),
-        }
+        self._raise_unless_finite(
+            {
+                "the policy's loss": float(metrics.policy.loss),
+                "the norm of the gradient": float(metrics.gradient_norm),
+            }
+        )
+
+    def _raise_unless_finite(self, values: dict[str, float]) -> None:
         if problems := [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]:
             raise ValueError(
                 f"step {self.state.step}: {', '.join(problems)}: the training diverged, or a layer rejected its plan or"
