@@ -51,8 +51,8 @@ def build():
 
 
 @nnx.jit(donate_argnames=("agent", "optimizer"))
-def step(agent, optimizer, gradients):
-    apply_gradients(agent, optimizer, gradients, MESH, factor=jnp.float32(0.5))
+def step(agent, optimizer, gradients, factor):
+    apply_gradients(agent, optimizer, gradients, MESH, factor=factor)
 
 
 @functools.cache
@@ -63,8 +63,22 @@ def stepped(on_host):
         put_on_host(agent)
         put_on_host(optimizer)
     for _ in range(3):
-        step(agent, optimizer, gradients)
+        step(agent, optimizer, gradients, jnp.float32(0.5))
     return agent, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_factor_that_is_not_finite_skips_the_step(on_host):
+    agent, optimizer = stepped(on_host)
+    before = jax.device_get(nnx.as_pure(nnx.state((agent, optimizer))))
+    for factor in (jnp.nan, jnp.inf):
+        step(agent, optimizer, build()[2], jnp.float32(factor))
+    after = jax.device_get(nnx.as_pure(nnx.state((agent, optimizer))))
+    for (path, value), (_, other) in zip(
+        jax.tree.leaves_with_path(before), jax.tree.leaves_with_path(after), strict=True
+    ):
+        np.testing.assert_array_equal(other, value, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.slow

@@ -94,6 +94,18 @@ def test_entries_of_tokens_belong_to_the_states_before_them():
     assert not of_tokens(entries)[:, 0].any()
 
 
+def test_an_update_that_is_not_finite_changes_nothing():
+    critic, optimizer = make()
+    good, bad = (
+        CriticTargets(WEIGHTS, returns, ZEROS) for returns in (RETURNS, np.full_like(RETURNS, np.inf))
+    )
+    update_critic(critic, optimizer, HIDDEN, good, clip=0.2)
+    before = jax.device_get(nnx.to_pure_dict(nnx.state((critic, optimizer))))
+    loss, _ = update_critic(critic, optimizer, HIDDEN, bad, clip=0.2)
+    assert not np.isfinite(loss)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state((critic, optimizer))), before)
+
+
 def test_update_takes_the_loss_and_its_gradient_from_the_used_states_alone():
     critic, optimizer = make()
     parameters = randomise(critic)

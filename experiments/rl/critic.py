@@ -139,7 +139,8 @@ def update_critic(
 ) -> tuple[Float[jax.Array, ""], Float[jax.Array, ""]]:
     """Take one optimizer step of the critic on the gradient of all micro-batches, in place.
 
-    The arrays of the critic and its optimizer are donated.
+    The arrays of the critic and its optimizer are donated. If the loss or the norm is not finite, their values and the
+    number of the step stay as they are.
 
     Args:
         critic: the critic.
@@ -167,5 +168,10 @@ def update_critic(
     nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     (loss, gradients), _ = jax.lax.scan(add_micro_batch, nothing, jnp.arange(len(hidden)))
     norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    modules = (critic, optimizer)
+    before = nnx.to_pure_dict(nnx.state(modules))
     optimizer.update(critic, gradients)
+    after = nnx.to_pure_dict(nnx.state(modules))
+    nnx.update(modules, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before))
     return loss, norm

@@ -136,7 +136,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "share",
             "share of sampled tokens whose weight was truncated, or that were masked; null without it",
         ),
-        "policy/loss": Metric("loss", "clipped policy loss in the last epoch"),
+        "policy/loss": Metric(
+            "loss",
+            "clipped policy loss in the last epoch; null, as all below to the norm, if an update of it was not finite",
+        ),
         "policy/kl": Metric(
             "nats a token", "estimate of KL(old, new) in the last epoch, never negative: rho - 1 - log rho"
         ),
@@ -151,7 +154,13 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             " loss; null without it",
         ),
         "policy/gradient_norm": Metric("norm", "norm of the gradient of an update, before clipping"),
-        "critic/loss": Metric("loss", "critic's loss in its last pass over the batch; null without a critic"),
+        "policy/skipped": Metric(
+            "updates", "number of updates that changed nothing because they were not finite", _UPDATES
+        ),
+        "critic/loss": Metric(
+            "loss",
+            "critic's loss in its last pass over the batch; null without a critic, or if it was not finite",
+        ),
         "critic/explained_variance": Metric(
             "share",
             "share of the variance of the critic's targets that its values before the updates explain; null without"

@@ -25,6 +25,9 @@ class AdamW:
 
     largest_gradient: float = 1.0
     """The norm to which larger gradients are clipped."""
+    skipped_in_a_row: int = 3
+    """The largest number of steps in a row that change nothing because a loss or the gradient is not finite.
+    One more ends the run."""
     b1: float = 0.9
     """The decay of the first moment."""
     b2: float = 0.95
@@ -49,7 +52,8 @@ class AdamW:
         check_positive("adamw.largest_gradient", self.largest_gradient)
         check_positive("adamw.eps", self.eps)
         check_not_negative("adamw.weight_decay", self.weight_decay)
-        check_integer("adamw.rising_updates", self.rising_updates, least=0)
+        for name in ("skipped_in_a_row", "rising_updates"):
+            check_integer(f"adamw.{name}", getattr(self, name), least=0)
         for name in ("b1", "b2", "final_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"adamw.{name}={getattr(self, name)} must be at least 0 and at most 1")
@@ -109,12 +113,12 @@ def learning_rate(highest: float, settings: AdamW, updates: int) -> optax.Schedu
 
 
 def clip_factor(norm: Float[jax.Array, ""], largest: float = 1.0) -> Float[jax.Array, ""]:
-    """Return the factor that clips gradients of this global norm. NaN and infinity stay NaN.
+    """Return the factor that clips gradients of this global norm: NaN, which skips the step, for NaN and infinity.
 
-    >>> clip_factor(jnp.float32(4.0)).tolist(), clip_factor(jnp.float32(0.5)).tolist()
-    (0.25, 1.0)
+    >>> [clip_factor(jnp.float32(norm)).tolist() for norm in (4.0, 0.5, jnp.inf)]
+    [0.25, 1.0, nan]
     """
-    return jnp.where(norm < largest, 1.0, largest / norm)
+    return jnp.where(jnp.isfinite(norm), jnp.where(norm < largest, 1.0, largest / norm), jnp.nan)
 
 
 def store_state_in(dtype: DTypeLike, tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -33,6 +33,8 @@ FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes at the start of a run. None counts those of the first batch."""
 SETTINGS: Final = "extra.settings."
 """The prefix of settings among the names of a checkpoint's arrays."""
+SKIPPED: Final = "extra.skipped"
+"""The name of the number of skipped steps in a row. Checkpoints without it have 0."""
 CARRIED_SETTINGS: Final = ("response_tokens", "prompt_tokens", "samples")
 """The settings, besides algorithm and window, that must not change while responses are carried from step to step."""
 CRITIC: Final = 1
@@ -115,6 +117,8 @@ class State:
             self.settings["critic.width"] = str(config.critic.width)
         self.carried: Carried | None = None
         """The responses that the last rollout has not learned from. None without windows."""
+        self.skipped = 0
+        """The number of last learning steps in a row that changed nothing, because they were not finite."""
         if config.window is not None:
             self.carried = carry_nothing(
                 config.samples,
@@ -150,7 +154,7 @@ class State:
         save_training(
             *(manager, self.step, self.agent, self.optimizer, self.balancer),
             copies=self.copies,
-            extra=self._extra(),
+            extra=self._extra(skipped=self.skipped > 0),
         )
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
@@ -179,21 +183,22 @@ class State:
         self.step, extra = restore_training(
             *(manager, self.agent, self.optimizer, self.balancer),
             copies=self.copies,
-            extra=self._extra(),
+            extra=self._extra(skipped=SKIPPED in names),
             verify=verify,
         )
-        self.carried = extra["carried"]
+        self.carried, self.skipped = extra["carried"], int(extra.get("skipped", 0))
         if self.critic is not None:
             modules, mesh = (self.critic, self.critic_optimizer), self.balancer.parallel.mesh
             nnx.update(modules, jax.tree.map(functools.partial(replicate, mesh=mesh), extra["critic"]))
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self, *, skipped: bool) -> dict[str, Any]:
         """Return what a checkpoint contains besides the policy, its optimizer and the balancer."""
         settings = {name: {value: 1} for name, value in self.settings.items() if DEFAULTS.get(name) != value}
         critic = None
         if self.critic is not None:
             critic = jax.device_get(nnx.to_pure_dict(nnx.state((self.critic, self.critic_optimizer))))
-        return {"settings": settings, "carried": self.carried, "critic": critic}
+        counts = {"skipped": self.skipped} if skipped else {}
+        return {"settings": settings, "carried": self.carried, "critic": critic, **counts}
 
 
 _copy_to_devices = nnx.jit(on_device, static_argnames="mesh")

@@ -87,6 +87,10 @@ class StepMetrics(NamedTuple):
     """The number of rows that every slot computed."""
     routing_changed: Int[Array, "M L"]
     """The number of expert choices in which the live router differs from the record. 0 without a record."""
+    tokens_not_finite: Int[Array, ""]
+    """The number of tokens whose log-probability is not finite: a layer rejected its plan or its buffers."""
+    skipped: Int[Array, ""]
+    """The number of updates that changed nothing because a loss or the gradient was not finite: 0 or 1 for one."""
     entropy: Float[Array, ""] | None = None
     """The entropy of the policy, a weighted sum over tokens. None in supervised learning."""
     reference_kl: Float[Array, ""] | None = None
@@ -169,6 +173,9 @@ def update(
 ) -> StepMetrics:
     """Take one optimizer step on the gradient of all micro-batches, in place.
 
+    If a loss or the norm of the gradient is not finite, the agent and the optimizer with its step number stay as they
+    are (`relibra_jax.nnx.host_state.apply_gradients`).
+
     The arrays of the agent and the optimizer are donated, so their old values take no memory beside the new ones.
     Gradients are accumulated in float32. The same program pushes the residents and returns their gradients. Parameters
     and optimizer state may be in host memory (`relibra_jax.nnx.host_state`).
@@ -192,14 +199,15 @@ def update(
     def objective(agent, samples, layers):
         model = agent.policy
         output = _run(model, samples, layers, batch.parallel)
-        loss, terms = _policy_loss(model, output, samples, batch.parallel, losses)
+        loss, terms, log_probs = _policy_loss(model, output, samples, batch.parallel, losses)
         layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
-        counts = (load, output.slot_rows, _count_changes(model, output, samples, batch.parallel))
-        return loss + balance * unevenness, (terms, *counts)
+        tokens_not_finite = (samples.mask & ~jnp.isfinite(log_probs)).sum(dtype=jnp.int32)
+        changes = _count_changes(model, output, samples, batch.parallel)
+        return loss + balance * unevenness, (terms, load, output.slot_rows, changes, tokens_not_finite)
 
-    gradients, (shares, load, *counts) = accumulate_gradients(
+    gradients, (shares, load, slot_rows, changes, tokens_not_finite) = accumulate_gradients(
         on_device(agent, batch.parallel.mesh),
         objective,
         batch,
@@ -209,12 +217,21 @@ def update(
         in_place=True,
     )
     norm = optax.tree.norm(gradients)
-    apply_gradients(
-        agent, optimizer, gradients, batch.parallel.mesh, factor=clip_factor(norm, largest_gradient)
-    )
     terms = jax.tree.map(lambda share: share.sum(0), shares)
-    metrics = StepMetrics(terms.policy, norm, _as_micro_batches(load), *counts)
-    return metrics._replace(entropy=terms.entropy, reference_kl=terms.reference_kl)
+    finite = jnp.isfinite(terms.policy.loss) & jnp.isfinite(norm)
+    factor = jnp.where(finite, clip_factor(norm, largest_gradient), jnp.nan)
+    apply_gradients(agent, optimizer, gradients, batch.parallel.mesh, factor=factor)
+    return StepMetrics(
+        terms.policy,
+        norm,
+        _as_micro_batches(load),
+        slot_rows,
+        changes,
+        tokens_not_finite.sum(),
+        1 - finite.astype(jnp.int32),
+        entropy=terms.entropy,
+        reference_kl=terms.reference_kl,
+    )
 
 
 def _policy_loss(
@@ -223,25 +240,26 @@ def _policy_loss(
     samples: TrainingBatch,
     parallel: ExpertParallel,
     losses: Losses | None,
-) -> tuple[jax.Array, Terms]:
-    """Compute the loss of the policy in one micro-batch, and its terms."""
+) -> tuple[jax.Array, Terms, jax.Array]:
+    """Compute the loss of the policy in one micro-batch, its terms, and the log-probabilities of all tokens."""
     hidden, tokens, weights, packing = output.hidden, samples.tokens, samples.weights, samples.packing
     assert weights is not None
     if losses is None:
         log_probs = token_log_probs(model, hidden, tokens, parallel=parallel, packing=packing)
         supervised = supervised_loss(log_probs, weights)
-        return supervised, Terms(PolicyLoss(supervised, jnp.zeros(()), jnp.zeros(())))
+        return supervised, Terms(PolicyLoss(supervised, jnp.zeros(()), jnp.zeros(()))), log_probs
     log_probs, entropies = token_log_probs_and_entropies(
         *(model, hidden, tokens), parallel=parallel, temperature=losses.temperature, packing=packing
     )
     assert samples.old_log_probs is not None
     assert samples.advantages is not None
-    return policy_terms(
+    loss, terms = policy_terms(
         *(log_probs, entropies, samples.old_log_probs, samples.advantages, weights),
         samples.reference_log_probs,
         losses=losses,
         responses=_responses(samples, losses.num_samples) if losses.kind == "gspo" else None,
     )
+    return loss, terms, log_probs
 
 
 def _responses(samples: TrainingBatch, num_samples: int) -> TokenResponses:
@@ -253,14 +271,17 @@ def _responses(samples: TrainingBatch, num_samples: int) -> TokenResponses:
 
 
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
-    """Join the metrics of the updates of one pass: average the numbers, and concatenate the micro-batches' counts."""
+    """Join the metrics of the updates of one pass: average losses and norms, and concatenate or add up the counts."""
     return metrics[0] if len(metrics) == 1 else _join_metrics(list(metrics))
 
 
 @jax.jit
 def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
     def join(*values):
-        return jnp.concatenate(values) if jnp.ndim(values[0]) else jnp.stack(values).mean()
+        if jnp.ndim(values[0]):
+            return jnp.concatenate(values)
+        numbers = jnp.stack(values)
+        return numbers.sum() if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.mean()
 
     return jax.tree.map(join, *metrics)
 

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 import numpy as np
+from jaxtyping import Float
 
 from experiments.rl.algorithms import Targets
 from experiments.rl.correction import Correction, importance_weights, measure_correction
@@ -12,6 +13,7 @@ from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
 from experiments.rl.step import StepMetrics
 from experiments.rl.step_clock import StepClock, exposed_seconds
+from relibra_jax.contract.types import Array
 
 SMALLEST_VARIANCE: Final = 1e-10
 """The variance of returns up to which they count as equal: advantages plus values are rounded."""
@@ -85,16 +87,26 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: 
     }
 
 
-def measure_policy(metrics: StepMetrics) -> dict[str, float]:
+def measure_policy(metrics: StepMetrics) -> dict[str, int | float | None]:
     """Compute the metrics of the policy's updates."""
     terms = {"policy/entropy": metrics.entropy, "policy/reference_kl": metrics.reference_kl}
     return {
-        **{name: float(term) for name, term in terms.items() if term is not None},
-        "policy/loss": float(metrics.policy.loss),
-        "policy/clipped_share": float(metrics.policy.clipped),
-        "policy/kl": float(metrics.policy.kl),
-        "policy/gradient_norm": float(metrics.gradient_norm),
+        **{name: finite_or_none(term) for name, term in terms.items() if term is not None},
+        "policy/loss": finite_or_none(metrics.policy.loss),
+        "policy/clipped_share": finite_or_none(metrics.policy.clipped),
+        "policy/kl": finite_or_none(metrics.policy.kl),
+        "policy/gradient_norm": finite_or_none(metrics.gradient_norm),
+        "policy/skipped": int(metrics.skipped),
     }
+
+
+def finite_or_none(value: float | Float[Array, ""]) -> float | None:
+    """Return a number as lines of metrics have it: JSON has neither NaN nor infinity.
+
+    >>> finite_or_none(np.float32(0.5)), finite_or_none(np.float32(np.nan))
+    (0.5, None)
+    """
+    return float(value) if np.isfinite(value) else None
 
 
 def measure_critic(
@@ -112,7 +124,7 @@ def measure_critic(
     mask = np.asarray(targets.critic_mask)
     finished = mask & rollout.finished[:, None]
     return {
-        "critic/loss": loss,
+        "critic/loss": None if loss is None else finite_or_none(loss),
         "critic/explained_variance": explained(mask),
         "critic/explained_variance_new": explained(finished & rollout.new_mask),
         "critic/explained_variance_carried": explained(finished & ~rollout.new_mask),

@@ -5,6 +5,7 @@ numbers as one that was never stopped, and on the same mesh it computes the same
 """
 
 import dataclasses
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,7 +50,7 @@ from experiments.rl.step_metrics import (
     measure_speed,
 )
 from experiments.rl.targets import add_targets, compute_targets, critic_targets, initialize_critic
-from experiments.rl.tasks import Task, find_task
+from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import Tokenizer
 from relibra_jax.execution import ExpertParallel, check_residents
 from relibra_jax.execution.mesh import expert_mesh
@@ -119,32 +120,49 @@ class Trainer:
             self.sampler.next_rows(self.state.carried)
 
     def warm_up(self) -> dict[str, Any]:
-        """Make one supervised update on prompts with correct answers, and return its metrics."""
+        """Make one supervised update on prompts with correct answers, and return its metrics.
+
+        An update that is not finite is repeated with other prompts, so that the warm-up has all its updates: the
+        learning rate after it counts them.
+        """
         config, state, clock = self.config, self.state, StepClock()
-        examples = self.prompts.draw((self.seed, SUPERVISED, state.step), config.samples)
-        tokens, mask, answer_mask = self.prompts.supervise(examples)
-        weights = token_weights(answer_mask)
         with clock("update"):
-            batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
-            # The load of live routing is known only after a run, so a recompute counts it.
-            batch_load = recompute(state.on_devices(), batch, samples, temperature=1.0).load.sum((0, 2, 3))
-            metrics = update(
-                state.agent,
-                state.optimizer,
-                batch,
-                samples,
-                batch_load,
-                balance=config.balance,
-                largest_gradient=config.adamw.largest_gradient,
-            )
-            metrics = on_every_host(metrics, self.mesh)
-            self._check_finite(metrics)
+            for skipped in range(config.adamw.skipped_in_a_row + 1):
+                part = [skipped] if skipped else []
+                examples = self.prompts.draw((self.seed, SUPERVISED, state.step, *part), config.samples)
+                metrics, num_tokens = self._supervise(examples)
+                if not metrics.skipped:
+                    break
+            else:
+                raise self._diverged(metrics)
         state.step += 1
         return {
             "kind": WARM_UP,
             "warmup/loss": float(metrics.policy.loss),
-            **measure_speed(int(mask.sum()), clock),
+            "policy/skipped": skipped,
+            **measure_speed(num_tokens, clock),
         }
+
+    def _supervise(self, examples: list[Example]) -> tuple[StepMetrics, int]:
+        """Make a supervised update on examples; return its metrics and the number of tokens."""
+        config, state = self.config, self.state
+        tokens, mask, answer_mask = self.prompts.supervise(examples)
+        weights = token_weights(answer_mask)
+        batch, samples = prepare_live(state, config, TrainingBatch(tokens, mask, weights=weights))
+        # The load of live routing is known only after a run, so a recompute counts it.
+        batch_load = recompute(state.on_devices(), batch, samples, temperature=1.0).load.sum((0, 2, 3))
+        metrics = update(
+            state.agent,
+            state.optimizer,
+            batch,
+            samples,
+            batch_load,
+            balance=config.balance,
+            largest_gradient=config.adamw.largest_gradient,
+        )
+        metrics = on_every_host(metrics, self.mesh)
+        self._check_forward(int(metrics.tokens_not_finite))
+        return metrics, int(mask.sum())
 
     def learn(self) -> dict[str, Any]:
         """Sample responses to one batch of prompts, learn from them, and return the metrics of the step."""
@@ -160,8 +178,8 @@ class Trainer:
             recomputed = initialize_critic(state, config, rollout, rewards, recomputed)
             targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
             metrics = self.update(stages, targets, recomputed)
-            self._check_finite(metrics)
             critic_loss = self.update_critic(stages, targets, recomputed)
+            self._count_skipped(metrics, critic_loss)
         # DAPO chooses among samples of several rollouts, so they do not lie in waves any more.
         at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
         num_tokens = int(rollout.responses.mask.sum())
@@ -234,10 +252,13 @@ class Trainer:
             with clock("recompute"):
                 float8 = config.float8_rollout if config.float8_recompute else None
                 recomputed = recompute_planned(state, config, stages, float8=float8)
+        passes = [recomputed.old_log_probs]
         if config.reference.kind != "none":
             with clock("recompute"):
                 log_probs = recompute_reference(state, config, stages)
             recomputed = recomputed._replace(reference_log_probs=log_probs)
+            passes.append(log_probs)
+        self._check_forward(sum(int((~np.isfinite(each[responses.response_mask])).sum()) for each in passes))
         return stages, recomputed
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
@@ -257,7 +278,7 @@ class Trainer:
         return stages
 
     def update(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> StepMetrics:
-        """Learn from a batch for all epochs, and return the metrics of the last one.
+        """Learn from a batch for all epochs, and return the metrics of the last one, with the skipped updates of all.
 
         The loss of an update is a mean over its own tokens, as if its samples were a batch. Residents are pushed for
         each update. The first update uses the residents of the recompute.
@@ -266,6 +287,7 @@ class Trainer:
         updates = add_targets(config, stages.updates, targets, recomputed)
         live = None if config.replay else PreparedBatch(None, self._live_on_planned_ranks(stages))
         residents = recomputed.residents if config.replay else None
+        skipped = 0
         for _ in range(config.epochs):
             metrics = []
             for batch, samples in updates:
@@ -286,14 +308,15 @@ class Trainer:
                 update_metrics, residents = on_every_host(update_metrics, self.mesh), None
                 if config.replay:
                     check_executed(update_metrics.slot_rows, batch)
+                self._check_forward(int(update_metrics.tokens_not_finite))
+                skipped += int(update_metrics.skipped)
                 metrics.append(update_metrics)
-        return join_metrics(metrics)
+        return join_metrics(metrics)._replace(skipped=np.asarray(skipped, np.int32))
 
     def update_critic(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> float | None:
         """Train the critic on the hidden vectors of the recompute; return the loss of the last pass, None without one.
 
-        Raises:
-            ValueError: if a loss or the norm of a gradient is not finite.
+        The loss is NaN if an update of the last pass was not finite, and so changed nothing.
         """
         critic, optimizer, config = self.state.critic, self.state.critic_optimizer, self.config.critic
         if critic is None or optimizer is None:
@@ -303,10 +326,8 @@ class Trainer:
         )
         for _ in range(config.epochs):
             passed = [update_critic(critic, optimizer, *part, clip=config.clip) for part in parts]
-            losses, norms = np.array(on_every_host(passed, self.mesh)).T
-            loss, norm = float(losses.mean()), float(norms.max())
-            self._raise_unless_finite({"the critic's loss": loss, "the norm of the critic's gradient": norm})
-        return loss
+        numbers: np.ndarray = np.array(on_every_host(passed, self.mesh))  # losses and norms
+        return float(numbers[:, 0].mean()) if np.isfinite(numbers).all() else math.nan
 
     def _live_on_planned_ranks(self, stages: Stages) -> ExpertParallel:
         """Return the settings of updates that route live, with samples where the plan of the batch has put them."""
@@ -325,18 +346,38 @@ class Trainer:
             for name, time in zip(times._fields, times, strict=True)
         }
 
-    def _check_finite(self, metrics: StepMetrics) -> None:
-        """Raise ValueError if a loss or the norm of the gradient is not finite. The message names it."""
-        self._raise_unless_finite(
-            {
-                "the policy's loss": float(metrics.policy.loss),
-                "the norm of the gradient": float(metrics.gradient_norm),
-            }
-        )
-
-    def _raise_unless_finite(self, values: dict[str, float]) -> None:
-        if problems := [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]:
+    def _check_forward(self, not_finite: int) -> None:
+        """Raise ValueError if a forward pass gave log-probabilities that are not finite: no other batch would help."""
+        if not_finite:
             raise ValueError(
-                f"step {self.state.step}: {', '.join(problems)}: the training diverged, or a layer rejected its plan or"
-                " its buffers; nothing of this step is saved"
+                f"step {self.state.step}: the log-probabilities of {not_finite} tokens are not finite: a layer rejected"
+                " its plan or its buffers, or the training diverged; nothing of this step is saved"
             )
+
+    def _count_skipped(self, metrics: StepMetrics, critic_loss: float | None) -> None:
+        """Count the steps in a row in which the policy or the critic did not change. Raise ValueError at too many."""
+        config, state = self.config, self.state
+        unchanged = int(metrics.skipped) == config.epochs * config.updates
+        if unchanged:
+            # The balancer would otherwise wait for a step of the optimizer.
+            state.balancer.discard()
+        if not unchanged and (critic_loss is None or np.isfinite(critic_loss)):
+            state.skipped = 0
+            return
+        if state.skipped == config.adamw.skipped_in_a_row:
+            raise self._diverged(metrics, critic_loss)
+        state.skipped += 1
+
+    def _diverged(self, metrics: StepMetrics, critic_loss: float | None = None) -> ValueError:
+        """Return the error of a step after too many that were skipped. It names what is not finite."""
+        values = {
+            "the policy's loss": float(metrics.policy.loss),
+            "the norm of the gradient": float(metrics.gradient_norm),
+            "the critic's loss or gradient": 0.0 if critic_loss is None else critic_loss,
+        }
+        problems = [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]
+        return ValueError(
+            f"step {self.state.step}: {', '.join(problems)}, after adamw.skipped_in_a_row="
+            f"{self.config.adamw.skipped_in_a_row} batches that were skipped for it: the training diverged; nothing of"
+            " this step is saved"
+        )

@@ -87,24 +87,39 @@ def apply_gradients(
 ) -> None:
     """Take an optimizer step in place, under jit, with state in the memory of host or devices.
 
-    State in host memory is updated layer by layer, and everything else by ``optimizer.update``. So the transformation
-    must treat every value on its own, as AdamW does.
+    State in host memory is updated layer by layer, and everything else at once. So the transformation must treat every
+    value on its own, as AdamW does.
+
+    A factor that is not finite skips the step: parameters, moments and all step counts keep their bits. Old values are
+    then selected one by one where new ones are computed, so that a skipped step needs no second copy of the state.
 
     Args:
         model: the model whose parameters the gradients belong to, as it was given to the optimizer.
         optimizer: the optimizer of the model.
         gradients: the gradients in device memory, with the structure of the optimizer's parameters.
         mesh: the device mesh.
-        factor: the factor of all gradients, for example one that clips them by their global norm.
+        factor: the factor of all gradients, for example one that clips them by their global norm. NaN or infinity
+            skips the step.
     """
+    taken = jnp.isfinite(factor)
+    tx = optimizer.tx
+
+    def take_step(params: Any, gradients: Any, state: Any) -> Any:
+        """Return the parameters and the state of the optimizer after the step, or as they are."""
+        updates, stepped = tx.update(_scale(gradients, factor), state, params)
+        new = optax.apply_updates(params, updates), stepped
+        return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, (params, state))
+
     params = nnx.state(model, optimizer.wrt)
     variables = dict(nnx.to_flat_state(params))
-    if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
-        optimizer.update(model, _scale(gradients, factor))
-        return
-    tx = optimizer.tx
+    optimizer.step[...] += taken.astype(optimizer.step[...].dtype)
     trees = nnx.as_pure(params), nnx.as_pure(nnx.state(gradients, optimizer.wrt))
     state = nnx.as_pure(optimizer.opt_state)
+    if not any(in_host_memory(variable.get_raw_value()) for variable in variables.values()):
+        new_params, stepped = take_step(*trees, state)
+        nnx.update(model, new_params)
+        nnx.update(optimizer.opt_state, nnx.state(stepped))
+        return
     counts = optax.tree_map_params(tx, lambda _: None, state)
     new_params, new_state = [], []
     for layers, paths in _stacks(variables).items():
@@ -127,13 +142,13 @@ def apply_gradients(
             shardings: Any = shardings,
         ) -> Any:
             params, gradients, moments = _take(inputs, number)
-            updates, stepped = tx.update(_scale(gradients, factor), _merge(moments, counts), params)
+            new_params, stepped = take_step(params, gradients, _merge(moments, counts))
             place = jax.lax.with_sharding_constraint
             moments = optax.tree_map_params(
                 tx, place, stepped, shardings, transform_non_params=lambda _: None
             )
             counted = optax.tree_map_params(tx, lambda _: None, stepped)
-            new = jax.tree.map(place, optax.apply_updates(params, updates), shardings), moments
+            new = jax.tree.map(place, new_params, shardings), moments
             return counted, jax.tree.map(_put_beside, new, (inputs[0], inputs[2]))
 
         counted, stepped = _run_layers(step, counts, layers)
@@ -141,7 +156,6 @@ def apply_gradients(
         new_state.append(stepped[1])
     nnx.update(model, _merge(*new_params))
     nnx.update(optimizer.opt_state, nnx.state(_merge(*new_state, counted)))
-    optimizer.step[...] += 1
 
 
 def _run_layers(step: Callable[[Any, Any], Any], carry: Any, layers: int | None) -> Any:
