@@ -200,7 +200,7 @@ class Train:
     balance: float = 0.02
     """The factor of the batch's load-balancing loss. Without it, tiny routers send all tokens to a few experts."""
     replay: bool = True
-    """Whether updates replay the recorded routing. Otherwise they route live, without replicas."""
+    """Whether updates replay the recorded routing. Otherwise they and the recompute route live, without replicas."""
     routing: str = "rollout"
     """Where the routing that updates replay is recorded: rollout (R3) or recompute (R2).
     With rollout the recompute replays it, too. With recompute the recompute routes live, without a plan."""
@@ -465,6 +465,10 @@ class Train:
                 "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact, because"
                 " it records the routing that updates replay"
             )
+        if self.float8_recompute and not self.replay:
+            raise ValueError(
+                "float8_recompute=True needs replay=True: otherwise the recompute routes live, as the updates"
+            )
 
     def _check_engine(self) -> None:
         """Check that the servers have addresses, and that no setting of the own sampler is for them."""
@@ -568,6 +572,11 @@ class Train:
     def updates_live(self) -> bool:
         """Whether some updates route live: those of the warm-up, or all of them."""
         return self.warmup_steps > 0 or not self.replay
+
+    @property
+    def recomputes_live(self) -> bool:
+        """Whether the recompute routes live: it records the routing of the updates, or these route live, too."""
+        return self.routing == "recompute" or not self.replay
 
     @property
     def live_micro_batches(self) -> int:

@@ -111,6 +111,8 @@ def recompute_note(config: Train, numbers: dict[str, Any]) -> str | None:
             f"it recorded its routing and so ran without a plan, at imbalance {recompute:.4f}; in the updates the same"
             f" routing ran under a plan, at imbalance {updates:.4f}"
         )
+    if not config.replay:
+        return f"it routed live, as the updates, and so ran without a plan, at imbalance {recompute:.4f}"
     if config.recompute_micro_batches is not None:
         return (
             f"planned in {config.recompute_micro_batches} micro-batches of its own, imbalance {recompute:.4f}"

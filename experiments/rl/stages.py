@@ -3,7 +3,8 @@
 Updates replay routing that was recorded in one of two places. If the rollout recorded it (R3, arXiv:2510.11370), it is
 known before the recompute, which replays it, too, and one search plans all stages. If the recompute records it (R2),
 the recompute routes live, without a plan: experts are at home and run in chunks of tokens. Then only the updates are
-planned.
+planned. Without replay, recompute and updates route live alike, so that ratios of probabilities start at 1; the plan
+only says where samples and experts are.
 """
 
 from typing import Any, NamedTuple
@@ -90,14 +91,14 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         _on_ranks(batch, samples, batch.to_ranks(responses.expert_ids, own=own)) for batch in batches
     )
     updates = stages[-config.updates :]
-    if config.routing == "recompute":
+    if config.recomputes_live:
         return Stages((), updates)
     return Stages(stages[: -config.updates] or updates, updates)
 
 
 def stage_options(config: Train) -> dict[str, Any]:
     """Return the planned stages and their updates, as options of `Balancer.prepare_stages`."""
-    micro_batches = config.recompute_micro_batches if config.routing == "rollout" else None
+    micro_batches = None if config.recomputes_live else config.recompute_micro_batches
     recomputes = () if micro_batches is None else (Stage(micro_batches),)
     updates = (Stage(config.micro_batches, samples) for samples in config.mini_batches)
     return {

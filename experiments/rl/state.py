@@ -103,7 +103,7 @@ class State:
             num_layers=config.model_config.moe_layers,
             num_micro_batches=config.micro_batches,
             key=planning,
-            cost=price_of(config.price, config.model_config, mesh, recompute=config.routing == "rollout"),
+            cost=price_of(config.price, config.model_config, mesh, recompute=not config.recomputes_live),
             assign=config.assign,
             sequences="split" if config.split_samples else "packed" if config.pack_sequences else "padded",
             memory_kind=config.batch_memory,

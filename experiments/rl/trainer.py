@@ -236,17 +236,19 @@ class Trainer:
     def _plan_and_recompute(
         self, responses: Responses, plan_ahead: PlanAhead, clock: StepClock
     ) -> tuple[Stages, RecomputeResult]:
-        """Plan the batch and recompute its log-probabilities, in the order that ``config.routing`` needs."""
+        """Plan the batch and recompute its log-probabilities, first the recompute if it routes live."""
         config, state, hidden = self.config, self.state, None
         if config.reference.kind != "none":
             state.keep_reference()
-        if config.routing == "recompute":
+        if config.recomputes_live:
             with clock("recompute"):
-                responses, recomputed, hidden = recompute_live(state, config, responses)
+                routed, recomputed, hidden = recompute_live(state, config, responses)
+            # Without replay, the rollout's routing remains the record with which metrics compare.
+            responses = routed if config.replay else responses
         with clock("plan"):
             plan_ahead.wait()
         stages = self.prepare(responses, clock)
-        if config.routing == "recompute":
+        if config.recomputes_live:
             recomputed = add_hidden(recomputed, stages, hidden, responses)
         else:
             with clock("recompute"):
