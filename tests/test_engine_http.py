@@ -522,6 +522,7 @@ def test_settings_of_engines_that_do_not_fit_are_named(settings, message):
     [
         ({"wave_samples": 64}, "wave_samples=64 is for sampling without an engine"),
         ({"float8_above": 1.5}, "float8_above=1.5 is for sampling without an engine"),
+        ({"rollout_dtype": "bfloat16"}, "rollout_dtype=bfloat16 is for sampling without an engine"),
         ({"staleness": 2, "algorithm": "dapo"}, "staleness=2 is not for algorithm=dapo"),
         (
             {"staleness": 1, "algorithm": "tppo", "window": 24, "response_tokens": 48},

@@ -8,6 +8,7 @@ from jaxtyping import Int, Key
 
 from experiments.engines.protocol import UNSAMPLED, Generation, Sampling, Sent
 from experiments.float8.hot_ranks import HotRanks, in_float8
+from experiments.rl.compute_dtype import in_dtype
 from experiments.rl.generation import Watch
 from experiments.rl.waves import generate_in_waves
 from relibra_jax.contract.types import Array
@@ -23,6 +24,7 @@ class EmbeddedEngine:
         parallel: the mesh and options of live routing.
         wave_samples: the largest number of samples that are generated at the same time. None for all.
         float8: the rule for which ranks compute their experts in float8. None for no rank.
+        dtype: the dtype of the computation. None for that of the policy.
     """
 
     def __init__(
@@ -32,9 +34,10 @@ class EmbeddedEngine:
         *,
         wave_samples: int | None,
         float8: HotRanks | None,
+        dtype: str | None = None,
     ):
         self._policy, self._parallel = policy, parallel
-        self._wave_samples, self._float8 = wave_samples, float8
+        self._wave_samples, self._float8, self._dtype = wave_samples, float8, dtype
         self._version = 0
 
     def sync(self, _: LanguageModel, version: int) -> Sent:
@@ -54,6 +57,7 @@ class EmbeddedEngine:
     ) -> Generation:
         """Sample a response to every prompt, in waves; see `experiments.rl.waves.generate_in_waves`."""
         policy = self._policy()
+        policy = policy if self._dtype is None else in_dtype(policy, self._dtype)
         responses = generate_in_waves(
             policy if self._float8 is None else in_float8(policy, self._float8),
             prompts,

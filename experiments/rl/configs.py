@@ -83,6 +83,9 @@ class Train:
     """The folder of a Hugging Face checkpoint with its tokenizer, to start from in place of random weights."""
     dtype: str = "float32"
     """The dtype of the computation: float32 or bfloat16. Parameters are always float32."""
+    rollout_dtype: str | None = None
+    """The dtype in which the run's own devices generate, evaluations included: float32 or bfloat16.
+    It must not be wider than ``dtype``, which None takes."""
     moments: str = "float32"
     """The dtype in which AdamW's two moments are stored: float32 or bfloat16. It computes with them in float32."""
     state_memory: str = "device"
@@ -261,6 +264,7 @@ class Train:
             ("token_weights", WEIGHTS),
             ("planner", PLANNERS),
             ("dtype", DTYPES),
+            ("rollout_dtype", DTYPES),
             ("moments", DTYPES),
             ("state_memory", MEMORY_KINDS),
             ("activation_memory", MEMORY_KINDS),
@@ -269,7 +273,7 @@ class Train:
             ("price", PRICES),
         ):
             value = getattr(self, name)
-            if value not in table:
+            if value not in table and (name, value) != ("rollout_dtype", None):
                 hint = suggest_names(value, table)
                 raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{hint}")
         if self.model is not None:  # the run may be resumed from another folder
@@ -451,11 +455,13 @@ class Train:
             )
 
     def _check_routing(self) -> None:
-        """Check where routing is recorded and replayed, and where ranks compute in float8."""
+        """Check where routing is recorded and replayed, and the precision of rollout and recompute."""
         if self.routing == "recompute" and not self.replay:
             raise ValueError(
                 "routing=recompute needs replay=True: it records the routing that updates replay"
             )
+        if self.rollout_dtype == "float32" and self.dtype != "float32":
+            raise ValueError(f"rollout_dtype=float32 must not be wider than dtype={self.dtype}")
         if self.float8_recompute and self.float8_above is None:
             raise ValueError(
                 "float8_recompute=True needs float8_above, the load above which ranks compute in float8"
@@ -496,7 +502,7 @@ class Train:
                 f"engine={' '.join(self.engine)} needs a model: servers load checkpoints, and policy={self.policy} has"
                 " none; `python -m experiments.examples.tiny_checkpoint` makes one"
             )
-        for name in ("wave_samples", "float8_above"):
+        for name in ("wave_samples", "float8_above", "rollout_dtype"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={getattr(self, name)} is for sampling without an engine")
         if self.requests.bad_answers == "drop" and self.window is not None:

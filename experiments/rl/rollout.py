@@ -448,4 +448,5 @@ def make_engine(config: Train, state: State) -> RolloutEngine:
         state.balancer.live,
         wave_samples=config.wave_samples,
         float8=config.float8_rollout,
+        dtype=config.rollout_dtype,
     )
