@@ -21,13 +21,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.compared_runs import command_of, run_variants
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
 from experiments.rl.metrics import EVALUATE, LEARN
-from experiments.rl.metrics_log import read_metrics
-from experiments.rl.run_folder import saved_config
-from experiments.rl.train import run_train
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.evaluation import Ranks
@@ -90,8 +88,6 @@ ANSWERS: Final[Mapping[str, Answers]] = MappingProxyType(
 """The tasks: a built-in one and one of reasoning-gym, which needs the extra ``rl``."""
 TRUNCATED: Final = Correction(kind="truncate")
 """The correction for tokens that an older policy sampled, in windows whose responses are learned from at their end."""
-FINISHED: Final = "summary.json"
-"""The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
 EXPLAINED: Final = (
     "Mean and standard error over seeds. All but start and end are at the tokens that every run has run, in rollouts,"
     " recomputes and updates (tokens); decoding steps: of all rollouts until then; to GRPO's: decoding steps until the"
@@ -170,37 +166,19 @@ def main(config: Algorithms) -> None:
         ValueError: if the folder contains runs with other settings.
     """
     console = Console()
-    settings = {variant: _settings(variant, config) for variant in config.variants}
-    curves: dict[str, list[Curve]] = {}
-    for variant in config.variants:
-        folder = config.out / variant
-        if not (folder / FINISHED).exists():
-            run_train(settings[variant], console, name=VARIANTS[variant].name)
-        if not (folder / FINISHED).exists():
-            console.print("the run has stopped and is saved; run the same command to resume it")
-            return
-        curves[variant] = [
-            read_curve(read_metrics(folder / f"seed-{seed}" / "metrics.jsonl")) for seed in config.seeds
-        ]
+    lines = run_variants({variant: variant_config(variant, config) for variant in config.variants}, console)
+    if lines is None:
+        return
+    curves = {variant: [read_curve(run) for run in runs] for variant, runs in lines.items()}
     summary = summarise(curves)
     runs = {variant: [curve._asdict() for curve in of_seeds] for variant, of_seeds in curves.items()}
     write_json(
-        config.out / "algorithms.json", {"command": _command(config), "summary": summary, "runs": runs}
+        config.out / "algorithms.json",
+        {"command": command_of("experiments.algorithms", config), "summary": summary, "runs": runs},
     )
     draw(config.out / "algorithms.png", curves, config.task)
     console.print(_table(summary, config))
     console.print(EXPLAINED, style="dim")
-
-
-def _settings(variant: str, config: Algorithms) -> Train:
-    """Return the settings of a variant's runs, which resume the runs in the folder if there are any."""
-    new, folder = variant_config(variant, config), config.out / variant
-    if not (folder / "config.json").exists():
-        return new
-    saved = saved_config(folder)
-    if dataclasses.replace(saved, out=new.out) != new:
-        raise ValueError(f"{folder} contains runs with other settings; choose another --out")
-    return dataclasses.replace(saved, resume=folder)
 
 
 class Curve(NamedTuple):
@@ -345,20 +323,6 @@ def draw(path: Path, curves: Mapping[str, Sequence[Curve]], task: str) -> None:
     seeds = len(next(iter(curves.values())))
     figure.suptitle(f"The task {task}: mean of {seeds} seeds", color=INK, fontsize=11, x=0.01, ha="left")
     save_figure(figure, path)
-
-
-def _command(config: Algorithms) -> str:
-    changed = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name != "out" and value != getattr(Algorithms, name)
-    }
-    options = [f"--{name.replace('_', '-')} {_text(value)}" for name, value in changed.items()]
-    return " ".join(["python -m experiments.algorithms", *options])
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _table(summary: Mapping[str, dict[str, Any]], config: Algorithms) -> Table:

@@ -25,14 +25,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.compared_runs import command_of, run_variants
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
 from experiments.rl.losses import Clip
 from experiments.rl.metrics import EVALUATE, LEARN
-from experiments.rl.metrics_log import read_metrics
-from experiments.rl.run_folder import saved_config
-from experiments.rl.train import run_train
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.evaluation import Ranks
@@ -42,6 +40,7 @@ SHARED: Final = Train(
     task="numbers",
     rollout_dtype="bfloat16",
     ranks=Ranks(nodes=2, ranks_per_node=2),
+    pack_sequences=False,
     prompts=16,
     responses_per_prompt=8,
     prompt_tokens=12,
@@ -55,7 +54,7 @@ SHARED: Final = Train(
     evaluation_batches=2,
     evaluate_every=8,
 )
-"""The settings that all runs share."""
+"""The settings that all runs share. Padded sequences have one shape for batches of any number of tokens."""
 COMPARED: Final[dict[str, dict[str, Any]]] = {
     "R3": {},
     "R2": {"routing": "recompute"},
@@ -70,8 +69,6 @@ COMPARED: Final[dict[str, dict[str, Any]]] = {
 """The compared variants, with the settings in which they differ from `SHARED`."""
 STYLES: Final = dict(zip(COMPARED, zip(SERIES[:4], "os^D", strict=True), strict=True))
 """The colour and marker of each variant."""
-FINISHED: Final = "summary.json"
-"""The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
 ROWS: Final = (
     ("start", "reward_start", "{:.3f}"),
     ("end", "reward_end", "{:.3f}"),
@@ -140,22 +137,19 @@ def main(config: ReplayComparison) -> None:
         ValueError: if the folder contains runs with other settings.
     """
     console = Console()
-    settings = {variant: _settings(variant, config) for variant in COMPARED}
-    lines = {}
-    for variant in COMPARED:
-        folder = _folder(variant, config)
-        if not (folder / FINISHED).exists():
-            run_train(settings[variant], console, name=folder.name)
-        if not (folder / FINISHED).exists():
-            console.print("the run has stopped and is saved; run the same command to resume it")
-            return
-        lines[variant] = [read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds]
+    settings = {variant: variant_config(variant, config) for variant in COMPARED}
+    lines = run_variants(settings, console)
+    if lines is None:
+        return
     by_seed = {
         variant: [summarise(run, settings[variant]) for run in runs] for variant, runs in lines.items()
     }
     means = {variant: average(runs) for variant, runs in by_seed.items()}
     numbers = {variant: {"average": means[variant], "by_seed": runs} for variant, runs in by_seed.items()}
-    write_json(config.out / "replay_comparison.json", {"command": _command(config), "variants": numbers})
+    write_json(
+        config.out / "replay_comparison.json",
+        {"command": command_of("experiments.replay_comparison", config), "variants": numbers},
+    )
     draw(config.out / "replay_comparison.png", lines)
     console.print(_table(means, config.seeds))
     console.print(ROWS_EXPLAINED, style="dim")
@@ -163,17 +157,6 @@ def main(config: ReplayComparison) -> None:
 
 def _folder(variant: str, config: ReplayComparison) -> Path:
     return config.out / variant.lower().replace(", ", "-")
-
-
-def _settings(variant: str, config: ReplayComparison) -> Train:
-    """Return the settings of a variant's runs, which resume the runs in the folder if there are any."""
-    new, folder = variant_config(variant, config), _folder(variant, config)
-    if not (folder / "config.json").exists():
-        return new
-    saved = saved_config(folder)
-    if dataclasses.replace(saved, out=new.out) != new:
-        raise ValueError(f"{folder} contains runs with other settings; choose another --out")
-    return dataclasses.replace(saved, resume=folder)
 
 
 def summarise(lines: Sequence[dict[str, Any]], config: Train) -> dict[str, Any]:
@@ -282,23 +265,9 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
     save_figure(figure, path)
 
 
-def _command(config: ReplayComparison) -> str:
-    changed = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name != "out" and value != getattr(ReplayComparison, name)
-    }
-    options = [f"--{name.replace('_', '-')} {_text(value)}" for name, value in changed.items()]
-    return " ".join(["python -m experiments.replay_comparison", *options])
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _table(means: dict[str, dict[str, dict[str, Any]]], seeds: Sequence[int]) -> Table:
     """Make a table with a column for every variant: means and, for several seeds, their standard errors."""
-    title = f"Replay and none, rollouts in {SHARED.rollout_dtype}, seeds {_text(tuple(seeds))}"
+    title = f"Replay and none, rollouts in {SHARED.rollout_dtype}, seeds {', '.join(map(str, seeds))}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for head in ("", *means):
         table.add_column(head, justify="right", no_wrap=True)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import algorithms
+from experiments import compared_runs
 from experiments.algorithms import (
     VARIANTS,
     Algorithms,
@@ -112,7 +112,7 @@ def test_main_neither_repeats_nor_mixes_runs(tmp_path, monkeypatch):
         if len(started_runs) != 2:
             (config.out / "summary.json").write_text("{}")
 
-    monkeypatch.setattr(algorithms, "run_train", run_train)
+    monkeypatch.setattr(compared_runs, "run_train", run_train)
     config = Algorithms(out=tmp_path, seeds=(0, 1), steps=2, variants=("grpo", "ppo", "tppo"))
     main(config)
     assert not (tmp_path / "algorithms.json").exists(), "the second algorithm was stopped"

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import replay_comparison
+from experiments import compared_runs
 from experiments.replay_comparison import (
     COMPARED,
     SHARED,
@@ -109,13 +109,13 @@ def test_main_neither_repeats_nor_mixes_runs(tmp_path, monkeypatch, capsys):
         if len(started_runs) != 2:
             (config.out / "summary.json").write_text("{}")
 
-    monkeypatch.setattr(replay_comparison, "run_train", run_train)
+    monkeypatch.setattr(compared_runs, "run_train", run_train)
     config = ReplayComparison(out=tmp_path, seeds=(0, 1), steps=3)
     main(config)
     assert not (tmp_path / "replay_comparison.json").exists(), "the second variant was stopped"
     (tmp_path / "r2" / "summary.json").write_text("{}")
     main(config)
-    assert started_runs == ["r3", "r2", "live-tis", "live-gspo"]
+    assert started_runs == list(COMPARED)
     summary = json.loads((tmp_path / "replay_comparison.json").read_text())
     assert "--steps 3" in summary["command"]
     assert {name: len(runs["by_seed"]) for name, runs in summary["variants"].items()} == dict.fromkeys(
