@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.compared_runs import command_of, run_variants
+from experiments.compared_runs import command_of, mean_and_error, run_variants
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     windows: bool
     """Whether rollouts sample windows."""
     batches: float
-    """The number of batches that run about as many tokens as one of GRPO."""
+    """The number of batches for each one of GRPO, which run at least as many tokens."""
     colour: str
     marker: str
 
@@ -54,7 +54,7 @@ VARIANTS: Final[Mapping[str, Variant]] = MappingProxyType(
         "grpo-windows": Variant("GRPO in windows", "grpo", True, 1.7, SERIES[1], "^"),
         "ppo": Variant("PPO", "ppo", False, 1.0, SERIES[2], "s"),
         "ppo-windows": Variant("T-PPO, credit at the end", "ppo", True, 1.6, SERIES[3], "v"),
-        "tppo": Variant("T-PPO as published", "tppo", True, 0.9, SERIES[4], "D"),
+        "tppo": Variant("T-PPO as published", "tppo", True, 1.3, SERIES[4], "D"),
     }
 )
 """The compared variants by the name of their folder."""
@@ -91,7 +91,7 @@ TRUNCATED: Final = Correction(kind="truncate")
 EXPLAINED: Final = (
     "Mean and standard error over seeds. All but start and end are at the tokens that every run has run, in rollouts,"
     " recomputes and updates (tokens); decoding steps: of all rollouts until then; to GRPO's: decoding steps until the"
-    " mean reward is GRPO's at these tokens, as a share of GRPO's decoding steps; slots: share of samples x decoding"
+    " mean reward is GRPO's at these tokens, as a share of those of GRPO; slots: share of samples x decoding"
     " steps in which a token was sampled; explained: the critic's explained variance in the second half."
 )
 
@@ -196,6 +196,17 @@ class Curve(NamedTuple):
     """The mean explained variance of the critic in the second half of the run. None without a critic."""
 
 
+class MeanCurve(NamedTuple):
+    """The mean of several curves."""
+
+    positions: Float[np.ndarray, " P"]
+    """The positions of the first curve, up to the end of the shortest."""
+    mean: Float[np.ndarray, " P"]
+    """The mean reward."""
+    error: Float[np.ndarray, " P"] | None
+    """Its standard error. None for a single curve."""
+
+
 def read_curve(lines: Sequence[dict[str, Any]]) -> Curve:
     """Read the curve of a run from its metrics.
 
@@ -235,7 +246,11 @@ def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]
     """
     budget = min(curve.tokens[-1] for of_seeds in curves.values() for curve in of_seeds)
     goal = np.mean([_at(curve.tokens, curve.reward, budget) for curve in curves["grpo"]])
-    baseline = np.mean([_at(curve.tokens, curve.decoding_steps, budget) for curve in curves["grpo"]])
+    # Both ends of the share are read from mean curves over decoding steps, so GRPO's own is 1.
+    _, rewards, _ = _over_decoding_steps(curves["grpo"])
+    goal = min(goal, rewards.max())
+    baseline = decoding_steps_to(curves["grpo"], float(goal))
+    assert baseline is not None
     summary = {}
     for variant, of_seeds in curves.items():
         reached = decoding_steps_to(of_seeds, float(goal))
@@ -255,9 +270,7 @@ def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]
 
 def decoding_steps_to(curves: Sequence[Curve], reward: float) -> float | None:
     """Return the decoding steps until the mean reward over the runs first reaches a reward. None if it never does."""
-    steps, rewards, _ = mean_curve(
-        [curve.decoding_steps for curve in curves], [curve.reward for curve in curves]
-    )
+    steps, rewards, _ = _over_decoding_steps(curves)
     if rewards.max() < reward:
         return None
     first = int(np.argmax(rewards >= reward))
@@ -266,9 +279,11 @@ def decoding_steps_to(curves: Sequence[Curve], reward: float) -> float | None:
     return float(np.interp(reward, rewards[first - 1 : first + 1], steps[first - 1 : first + 1]))
 
 
-def mean_curve(
-    positions: Sequence[Sequence[int]], rewards: Sequence[Sequence[float]]
-) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
+def _over_decoding_steps(curves: Sequence[Curve]) -> MeanCurve:
+    return mean_curve([curve.decoding_steps for curve in curves], [curve.reward for curve in curves])
+
+
+def mean_curve(positions: Sequence[Sequence[int]], rewards: Sequence[Sequence[float]]) -> MeanCurve:
     """Average the curves of several runs, up to the end of the shortest.
 
     Args:
@@ -276,22 +291,22 @@ def mean_curve(
         rewards: the rewards of each run's evaluations.
 
     Returns:
-        The positions of the first run, and the mean reward and its standard error there.
+        The mean curve.
     """
     end = min(each[-1] for each in positions)
     places = np.append([float(place) for place in positions[0] if place < end], float(end))
     values = np.array([np.interp(places, *run) for run in zip(positions, rewards, strict=True)])
-    return places, values.mean(0), values.std(0, ddof=min(len(values) - 1, 1)) / np.sqrt(len(values))
+    return MeanCurve(places, *mean_and_error(values))
 
 
 def _at(positions: Sequence[int], values: Sequence[int] | Sequence[float], place: int) -> float:
     return float(np.interp(place, positions, values))
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error, which is 0 for one value."""
-    array = np.asarray(values, np.float64)
-    return float(array.mean()), float(array.std(ddof=min(len(array) - 1, 1)) / np.sqrt(len(array)))
+def _mean(values: Sequence[float]) -> list[float | None]:
+    """Return the mean and its standard error, which is None for one value."""
+    mean, error = mean_and_error(np.asarray(values, np.float64))
+    return [float(mean), None if error is None else float(error)]
 
 
 def draw(path: Path, curves: Mapping[str, Sequence[Curve]], task: str) -> None:
@@ -313,6 +328,8 @@ def draw(path: Path, curves: Mapping[str, Sequence[Curve]], task: str) -> None:
             axes.plot(
                 places / unit, mean, color=entry.colour, marker=entry.marker, markersize=4, label=entry.name
             )
+            if error is None:
+                continue
             axes.fill_between(
                 places / unit, mean - error, mean + error, color=entry.colour, alpha=0.15, linewidth=0
             )
@@ -349,9 +366,8 @@ def _table(summary: Mapping[str, dict[str, Any]], config: Algorithms) -> Table:
     return table
 
 
-def _with_error(value: tuple[float, float], digits: int) -> str:
-    mean, error = value
-    return f"{mean:,.{digits}f} ± {error:.{digits}f}"
+def _with_error(value: Sequence[float | None], digits: int) -> str:
+    return " ± ".join(f"{number:,.{digits}f}" for number in value if number is not None)
 
 
 if __name__ == "__main__":

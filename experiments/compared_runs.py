@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+from jaxtyping import Float
 from rich.console import Console
 
 from experiments.rl.configs import Train
@@ -53,6 +55,22 @@ def _resumed(config: Train) -> Train:
     if dataclasses.replace(saved, out=config.out) != config:
         raise ValueError(f"{config.out} contains runs with other settings; choose another --out")
     return dataclasses.replace(saved, resume=config.out)
+
+
+def mean_and_error(values: Float[np.ndarray, "runs *shape"]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the mean over runs, and its standard error: the deviation of a sample over the root of their number.
+
+    Args:
+        values: the values of every run.
+
+    Returns:
+        The mean, and its error. None in place of the error for a single run.
+
+    >>> [float(number) for number in mean_and_error(np.array([0.5, 0.75]))]
+    [0.625, 0.125]
+    """
+    mean = np.asarray(values.mean(0))
+    return mean, np.asarray(values.std(0, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def command_of(module: str, config: Any) -> str:

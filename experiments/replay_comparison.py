@@ -25,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.compared_runs import command_of, run_variants
+from experiments.compared_runs import command_of, mean_and_error, run_variants
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
@@ -216,12 +216,8 @@ def average(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     result = {}
     for name in runs[0]:
-        values = np.array([run[name] for run in runs], float)
-        error = values.std(0, ddof=1) / np.sqrt(len(runs)) if len(runs) > 1 else None
-        result[name] = {
-            "mean": values.mean(0).tolist(),
-            "error": None if error is None else error.tolist(),
-        }
+        mean, error = mean_and_error(np.array([run[name] for run in runs], float))
+        result[name] = {"mean": mean.tolist(), "error": None if error is None else error.tolist()}
     return result
 
 
@@ -239,9 +235,9 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
         evaluated = [[line for line in run if line["kind"] == EVALUATE] for run in runs]
         rewards = np.array([[line["evaluation/reward"] for line in run] for run in evaluated])
         steps = [line["step"] for line in evaluated[0]]
-        error = rewards.std(0, ddof=1) / np.sqrt(len(runs)) if len(runs) > 1 else None
+        mean, error = mean_and_error(rewards)
         reward.errorbar(
-            steps, rewards.mean(0), error, color=colour, marker=marker, markersize=5, capsize=3, label=variant
+            steps, mean, error, color=colour, marker=marker, markersize=5, capsize=3, label=variant
         )
         learned = [[line for line in run if line["kind"] == LEARN] for run in runs]
         imbalance = "balance/imbalance"

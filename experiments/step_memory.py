@@ -105,6 +105,8 @@ class RunSizes:
     """The rows of a rank's buffers in a layer. None takes even loads with `SPARE_ROWS`."""
     state_memory: str = "device"
     """The memory of parameters and moments. From the host's, the device has parameters in the computation's dtype."""
+    critic: bool = False
+    """Whether hidden vectors of the batch's tokens wait with its targets, for a critic."""
     reference_memory: str | None = None
     """The memory of the reference's weights. None without a reference."""
     batch_memory: str = "pinned_host"
@@ -145,6 +147,7 @@ class _Arrays:
         self.larger = (sizes.recompute_sequences or sizes.sequences) / sizes.sequences
         """The tokens of a recompute in a micro-batch, over those of an update."""
         self.target = TARGET_BYTES + (0 if sizes.reference_memory is None else REFERENCE_BYTES)
+        self.target += sizes.critic * self.width * config.width
         self.hidden = self.width * self.tokens * config.width
         self.rows = math.ceil(SPARE_ROWS * self.tokens * config.top_k) if sizes.rows is None else sizes.rows
         self.expert = self.width * 3 * config.width * config.expert_width

@@ -66,7 +66,7 @@ def test_summary_compares_at_the_tokens_that_all_runs_have_run():
     assert (mean, error) == pytest.approx((0.6, 0.1))  # 0.5 and 0.7 at 1,500 tokens
     assert summary["grpo"]["decoding_steps"][0] == pytest.approx(150)
     assert summary["tppo"]["reward_end"] == pytest.approx((0.8, 0))
-    # From 0.5 at 40 decoding steps to 0.8 at 80, the mean is 0.6 a third of the way.
+    # From 0.5 at 40 decoding steps to 0.8 at 80, the mean is 0.6 a third of the way; GRPO's is 0.6 at 150.
     assert summary["tppo"]["decoding_steps_to_grpo"] == pytest.approx((40 + 40 / 3) / 150)
     assert summary["grpo"]["decoding_steps_to_grpo"] == pytest.approx(1)
     assert summary["grpo"]["explained_variance"] is None

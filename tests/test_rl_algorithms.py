@@ -14,6 +14,7 @@ from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.generation import Responses
 from experiments.rl.losses import Clip
+from experiments.rl.optimizer import AdamW
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.run_folder import saved_config
@@ -145,7 +146,9 @@ def test_compute_targets_masks_and_counts_samples_without_finite_values():
     )
     scored = batch.finished & batch.usable
     rewards = Rewards(np.where(scored, batch.rewards, 0).astype(np.float32), scored, [])
-    rollout = Rollout(responses, batch.new_mask, batch.finished, lambda: rewards, None, 0, {})
+    rollout = Rollout(
+        responses, batch.new_mask, ~batch.new_mask, batch.finished, lambda: rewards, None, 0, {}
+    )
     recomputed = RecomputeResult(nothing, None, old_values=values)
     targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
     assert not_finite == 1
@@ -182,10 +185,34 @@ def test_saved_config_equals_the_settings(changes, tmp_path):
             "clip.dual=3.0 is not for loss=cispo, whose ratios have no gradient",
         ),
         (
-            {"loss": "gspo", "correction": Correction(kind="truncate")},
+            {"loss": "gspo", "clip": Clip(dual=3.0), "correction": Correction(kind="truncate")},
             "correction.kind=truncate bounds the ratio of every token, but loss=gspo has one ratio for a response",
         ),
         ({"algorithm": "ppo", "group": Group(baseline="others")}, "algorithm=ppo does not use Group"),
+        (
+            {"loss": "gspo"},
+            r"loss=gspo needs bounds for the ratio of a response, .* Clip\(low=0.2, high=0.28",
+        ),
+        (
+            {"loss": "gspo", "clip": Clip(low=3e-4, high=4e-4), "algorithm": "ppo"},
+            "loss=gspo has one ratio for a response, but algorithm=ppo has an advantage for each of its tokens",
+        ),
+        (
+            {"correction": Correction(kind="truncate"), "top_p": 0.9},
+            "correction.kind=truncate needs top_p=1, not 0.9",
+        ),
+        (
+            {"algorithm": "ppo", "critic": Critic(cut_decay=0.5)},
+            "critic.cut_decay=0.5 is not for algorithm=ppo, which learns from no unfinished response",
+        ),
+        (
+            {"algorithm": "ppo", "critic": Critic(whiten="apart")},
+            "critic.whiten=apart is not for algorithm=ppo",
+        ),
+        (
+            {"adamw": AdamW(rising_updates=7)},
+            "adamw.rising_updates=7 must be at most 6, the updates of the run",
+        ),
         ({"algorithm": "gppo"}, "algorithm 'gppo' must be one of grpo, dapo, ppo, tppo; did you mean"),
         (
             {"algorithm": "tppo"},

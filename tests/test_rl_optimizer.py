@@ -58,7 +58,7 @@ def test_settings_of_adamw_reach_optax():
             {"schedule": "cosin"},
             r"adamw\.schedule 'cosin' must be one of constant, cosine, linear; did you mean",
         ),
-        ({"b2": 1.5}, r"adamw\.b2=1\.5 must be at least 0 and at most 1"),
+        ({"b2": 1.5}, r"adamw\.b2=1\.5 must be at least 0 and below 1"),
         ({"final_share": 0.1}, r"adamw\.final_share=0\.1 is not for a constant learning rate"),
         ({"largest_gradient": 0.0}, r"adamw\.largest_gradient=0\.0 must be"),
     ],

@@ -14,6 +14,7 @@ from support.runs import SIZES, SMALL
 from experiments.engines import embedded
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
+from experiments.rl.optimizer import AdamW
 from experiments.rl.targets import compute_targets
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
@@ -100,14 +101,17 @@ def test_credit_at_the_end_learns_from_whole_groups_and_samples_no_response_that
         assert (responses.ended | (lengths == LONGEST))[learned].all()
         assert (responses.log_probs[responses.response_mask] < 0).all()
         assert metrics["batch/tokens"] == responses.mask.sum()
-        assert metrics["response/decoding_steps"] <= WINDOW * (len(sampled) - first)
+        if not waits:  # no group is whole after the first window, so more follow under the same policy
+            assert len(sampled) > 1
+            assert metrics["response/most_policies"] == 1
+            assert WINDOW < metrics["response/decoding_steps"] <= WINDOW * len(sampled)
         waited = (carried.to_sample(LONGEST) == 0) & ~carried.free
         waits.append(waited.any())
     assert any(waits[:-1])
 
 
-def restored(folder):
-    trainer = make()
+def restored(folder, **changes):
+    trainer = make(**changes)
     with ocp.CheckpointManager(folder) as manager:
         trainer.restore(manager)
     return trainer
@@ -230,7 +234,8 @@ def test_samples_with_a_critic_that_is_not_finite_are_masked_and_counted(stepped
     critic.linear[...] = jax.numpy.full_like(critic.linear[...], 3e38)  # large enough that products overflow
     metrics = trainer.learn()
     assert metrics["critic/not_finite"] == 32
-    assert metrics["policy/loss"] == metrics["critic/loss"] == 0
+    assert metrics["policy/loss"] == 0
+    assert metrics["critic/loss"] is None, "nothing has a return"
     assert np.isfinite(metrics["policy/gradient_norm"])
     for leaf in jax.tree.leaves(nnx.state(trainer.state.agent.policy, nnx.Param)):
         assert np.isfinite(leaf).all()
@@ -238,13 +243,13 @@ def test_samples_with_a_critic_that_is_not_finite_are_masked_and_counted(stepped
 
 @pytest.mark.slow
 def test_critic_loss_that_overflows_ends_the_run_in_one_line(stepped):
-    trainer = restored(stepped[1])
+    trainer = restored(stepped[1], adamw=AdamW(skipped_in_a_row=0))
     critic = trainer.state.critic
     critic.linear[...] = jax.numpy.full_like(
         critic.linear[...], 1e25
     )  # large enough that the squares of values overflow
     with pytest.raises(
-        ValueError, match=r"^step 2: .*the critic's loss is inf.*nothing of this step is saved$"
+        ValueError, match=r"^step 2: the critic's loss or gradient is nan, after adamw.skipped_in_a_row=0 "
     ):
         trainer.learn()
 

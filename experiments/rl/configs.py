@@ -388,6 +388,34 @@ class Train:
             raise ValueError(
                 f"clip.dual={self.clip.dual} is not for loss=cispo, whose ratios have no gradient"
             )
+        if self.loss == "gspo" and self.clip == Clip():
+            raise ValueError(
+                "loss=gspo needs bounds for the ratio of a response, such as clip.low=3e-4 and clip.high=4e-4:"
+                f" {self.clip} is for ratios of tokens"
+            )
+        if self.loss == "gspo" and not entry.group_relative:
+            raise ValueError(
+                f"loss=gspo has one ratio for a response, but algorithm={self.algorithm} has an advantage for each of"
+                " its tokens"
+            )
+        if self.correction.kind != "none" and self.top_p < 1:
+            raise ValueError(
+                f"correction.kind={self.correction.kind} needs top_p=1, not {self.top_p}: log-probabilities are"
+                " recorded over the whole vocabulary, and not over the tokens that top_p leaves"
+            )
+        if not entry.learns_unfinished:
+            for name in ("cut_decay", "whiten"):
+                value = getattr(self.critic, name)
+                if value == "apart" or (name == "cut_decay" and value is not None):
+                    raise ValueError(
+                        f"critic.{name}={value} is not for algorithm={self.algorithm}, which learns from no unfinished"
+                        " response"
+                    )
+        updates = self.steps * self.epochs * self.updates
+        if self.steps and self.adamw.rising_updates > updates:
+            raise ValueError(
+                f"adamw.rising_updates={self.adamw.rising_updates} must be at most {updates}, the updates of the run"
+            )
         if self.loss == "gspo" and self.correction.kind != "none":
             raise ValueError(
                 f"correction.kind={self.correction.kind} bounds the ratio of every token, but loss=gspo has one ratio"

@@ -86,7 +86,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "samples", "number of responses that the next rollout continues; null without windows"
         ),
         "response/most_policies": Metric(
-            "policies", "number of policies that sampled the longest response; null without windows"
+            "policies", "largest number of policies that sampled one response; null without windows"
         ),
         "rollout/staleness": Metric(
             "updates",
@@ -120,6 +120,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "nats a token",
             "mean absolute difference between the log-probabilities of the rollout and of the recompute; with"
             " `--staleness` updates are between them",
+        ),
+        "mismatch/log_prob_older": Metric(
+            "nats a token",
+            "the same for tokens that earlier weights sampled, in windows or with `--staleness`; null without any",
         ),
         "mismatch/log_prob_quantiles": Metric(
             "nats a token", "its quantiles at 0.5, 0.9, 0.99 and 1", listed=True

@@ -54,9 +54,11 @@ class AdamW:
         check_not_negative("adamw.weight_decay", self.weight_decay)
         for name in ("skipped_in_a_row", "rising_updates"):
             check_integer(f"adamw.{name}", getattr(self, name), least=0)
-        for name in ("b1", "b2", "final_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"adamw.{name}={getattr(self, name)} must be at least 0 and at most 1")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"adamw.final_share={self.final_share} must be at least 0 and at most 1")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"adamw.{name}={getattr(self, name)} must be at least 0 and below 1")
         if self.schedule == "constant" and self.final_share:
             raise ValueError(f"adamw.final_share={self.final_share} is not for a constant learning rate")
 

@@ -55,6 +55,8 @@ class PlanAhead:
         return None if self._search is None else self._search.result()
 
     def _start_search(self, ended: Bool[np.ndarray, " B"], counts: Callable[[], Batch]) -> bool:
+        if self._search is not None:  # a step may sample several windows
+            return False
         if ended.mean() < self._config.plan_ahead:
             return True
         with self._clock("count"):

@@ -50,6 +50,8 @@ class Rollout(NamedTuple):
     empty."""
     new_mask: Bool[Array, "B T"]
     """True on the tokens that were sampled in this step. Other response tokens come from earlier steps."""
+    older_mask: Bool[Array, "B T"]
+    """True on the response tokens that weights before the last update sampled: in earlier steps, or stale."""
     finished: Bool[Array, " B"]
     """False for responses that the next rollout continues, or that wait for those that they are compared with."""
     rewards: Callable[[], Rewards]
@@ -126,6 +128,7 @@ class Sampler:
         return Rollout(
             responses,
             new_mask=responses.response_mask,
+            older_mask=responses.response_mask & (generation.version < step),
             finished=np.ones(len(examples), bool),
             rewards=lambda: share_rewards(scoring.result()),
             carried=None,
@@ -176,6 +179,7 @@ class Sampler:
         return Rollout(
             responses,
             new_mask=responses.response_mask,
+            older_mask=np.zeros_like(responses.response_mask),
             finished=np.ones(len(samples), bool),
             rewards=lambda: shaped,
             carried=None,
@@ -216,7 +220,7 @@ class Sampler:
             if finished.any() or config.algorithm_entry.learns_unfinished:
                 break
             rows = carried
-        lengths = responses.response_mask.sum(1)
+        began = np.where(first.free, state.step, first.drawn)
         tokens_run = sum(int(each.responses.mask.sum()) for each in generations)
         if not config.algorithm_entry.learns_unfinished:
             responses = responses._replace(
@@ -227,6 +231,7 @@ class Sampler:
         return Rollout(
             responses,
             new_mask=new_mask,
+            older_mask=responses.response_mask & ~new_mask,
             finished=finished,
             rewards=lambda: share_rewards(scoring.result()),
             carried=carried,
@@ -235,7 +240,7 @@ class Sampler:
                 **self._measure(generations),
                 "response/carried": int((~first.free).sum()),
                 "response/unfinished": int((~finished).sum()),
-                "response/most_policies": int(-(-lengths.max() // config.window)),
+                "response/most_policies": int(state.step - began[new_mask.any(1)].min() + 1),
             },
         )
 

@@ -7,6 +7,7 @@ planned. Without replay, recompute and updates route live alike, so that ratios 
 only says where samples and experts are.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -176,7 +177,7 @@ def recompute_reference(state: State, config: Train, stages: Stages) -> Float[np
     """Compute log-probabilities under the reference, with the program, plans and routes of the policy's recompute.
 
     It runs in the stages of the recompute, or in those of the updates if the recompute routed live. Residents are the
-    reference's own.
+    reference's own. Without replay it routes live, as the updates do.
 
     Args:
         state: the state of the run, with its reference.
@@ -191,11 +192,13 @@ def recompute_reference(state: State, config: Train, stages: Stages) -> Float[np
     """
     reference, parts = state.reference_on_devices(), []
     stages_run = stages.recompute or stages.updates
-    residents = prepare_residents(reference, state.optimizer, stages_run[0].batch)
+    live = None if config.replay else live_batch(state, stages)
+    residents = prepare_residents(reference, state.optimizer, stages_run[0].batch) if config.replay else None
     for batch, samples in stages_run:
         step = state.optimizer.step[...]
-        output = recompute(reference, batch, samples, residents, step, temperature=config.temperature)
-        check_executed(output.slot_rows, batch)
+        output = recompute(reference, live or batch, samples, residents, step, temperature=config.temperature)
+        if config.replay:
+            check_executed(output.slot_rows, batch)
         parts.append(batch.from_ranks(output.log_probs))
     return np.sum(parts, axis=0)
 
@@ -208,6 +211,12 @@ def _to_host(
         return batch.from_ranks(output.log_probs), None
     log_probs, values = batch.from_ranks((output.log_probs, state_values(state.critic, output.hidden)))
     return log_probs, of_tokens(values)
+
+
+def live_batch(state: State, stages: Stages) -> PreparedBatch:
+    """Return a batch that routes live, with samples on the ranks where the plan of the stages has put them."""
+    split = stages.updates[0].batch.parallel.split_sequences
+    return PreparedBatch(None, dataclasses.replace(state.balancer.live, split_sequences=split))
 
 
 def recompute_live(

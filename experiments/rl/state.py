@@ -140,7 +140,7 @@ class State:
     def keep_reference(self) -> None:
         """Keep the weights of the policy as the reference, unless there is one: learning starts from them."""
         if self.reference is None:
-            self.reference = Agent(copy_weights(self.agent.policy, self.reference_memory))
+            self.reference = Agent(copy_weights(self.on_devices().policy, self.reference_memory))
 
     def reference_on_devices(self) -> Agent:
         """Return the reference in device memory: a copy if it is in the host's."""
@@ -227,6 +227,7 @@ def run_sizes(config: Train) -> RunSizes:
         live=config.updates_live,
         chunk_tokens=config.chunk_tokens,
         state_memory=config.state_memory,
+        critic=config.algorithm_entry.critic,
         reference_memory=None if config.reference.kind == "none" else config.reference.memory,
         batch_memory=config.batch_memory,
         samples=0 if config.engine else config.samples_at_once // config.num_ranks,

@@ -91,6 +91,8 @@ class StepMetrics(NamedTuple):
     """The number of tokens whose log-probability is not finite: a layer rejected its plan or its buffers."""
     skipped: Int[Array, ""]
     """The number of updates that changed nothing because a loss or the gradient was not finite: 0 or 1 for one."""
+    updates: Int[Array, ""]
+    """The number of updates: 1 for one."""
     entropy: Float[Array, ""] | None = None
     """The entropy of the policy, a weighted sum over tokens. None in supervised learning."""
     reference_kl: Float[Array, ""] | None = None
@@ -229,6 +231,7 @@ def update(
         changes,
         tokens_not_finite.sum(),
         1 - finite.astype(jnp.int32),
+        jnp.ones((), jnp.int32),
         entropy=terms.entropy,
         reference_kl=terms.reference_kl,
     )

@@ -73,8 +73,10 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: 
     position = column - rollout.responses.response_mask.argmax(1)[sample]
     tenths = position * 10 // max(int(position.max(initial=0)) + 1, 1)
     counts, sums = np.bincount(tenths, minlength=10), np.bincount(tenths, values, minlength=10)
+    older = difference[rollout.older_mask].astype(np.float64)
     return {
         "mismatch/log_prob": mean_or_none(values),
+        "mismatch/log_prob_older": mean_or_none(older),
         "mismatch/log_prob_quantiles": np.quantile(values, (0.5, 0.9, 0.99, 1)).tolist()
         if values.size
         else None,

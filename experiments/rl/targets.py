@@ -131,8 +131,8 @@ def add_targets(
 
 def critic_targets(
     config: Train, stages: Stages, targets: Targets, recomputed: RecomputeResult
-) -> list[CriticTargets]:
-    """Put what the critic learns on the ranks, where the hidden vectors of a recompute are.
+) -> list[CriticTargets | None]:
+    """Put the targets of the critic on the ranks, where the hidden vectors of a recompute are.
 
     The loss of a stage is the mean over its tokens, whatever the weights of the policy's tokens are.
 
@@ -143,7 +143,7 @@ def critic_targets(
         recomputed: the results of the recompute, with its hidden vectors.
 
     Returns:
-        The targets of each stage that has hidden vectors.
+        The targets of each stage that has hidden vectors. None for stages without returns.
     """
     critic_mask, returns, old_values = targets.critic_mask, targets.returns, recomputed.old_values
     assert critic_mask is not None
@@ -153,4 +153,8 @@ def critic_targets(
     parts = config.mini_batches if len(batches) == config.updates else (range(config.samples),)
     weights = np.concatenate([token_weights(critic_mask[samples]) for samples in parts])
     of_batch = CriticTargets(of_states(weights), of_states(returns), of_states(old_values))
-    return [batch.to_ranks(of_batch) for batch in batches]
+    learned = [bool(critic_mask[np.array(samples)].any()) for samples in parts]
+    return [
+        batch.to_ranks(of_batch) if any_token else None
+        for batch, any_token in zip(batches, learned, strict=True)
+    ]

@@ -4,8 +4,6 @@ All random draws follow from the seed and the number of the step. So a run that 
 numbers as one that was never stopped, and on the same mesh it computes the same bits.
 """
 
-import dataclasses
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
-from experiments.rl.algorithms import Targets
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
-from experiments.rl.critic import update_critic
 from experiments.rl.devices import copies_of_group, host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
@@ -38,7 +34,7 @@ from experiments.rl.stages import (
     recompute_reference,
 )
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, join_metrics, recompute, update
+from experiments.rl.step import StepMetrics, TrainingBatch, recompute, update
 from experiments.rl.step_clock import StepClock
 from experiments.rl.step_metrics import (
     measure_critic,
@@ -49,12 +45,11 @@ from experiments.rl.step_metrics import (
     measure_rewards,
     measure_speed,
 )
-from experiments.rl.targets import add_targets, compute_targets, critic_targets, initialize_critic
+from experiments.rl.targets import compute_targets, initialize_critic
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import Tokenizer
-from relibra_jax.execution import ExpertParallel, check_residents
+from experiments.rl.updates import check_forward, update_policy, update_values
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
 
 SUPERVISED, EVALUATION = 0, 2
@@ -161,7 +156,7 @@ class Trainer:
             largest_gradient=config.adamw.largest_gradient,
         )
         metrics = on_every_host(metrics, self.mesh)
-        self._check_forward(int(metrics.tokens_not_finite))
+        check_forward(state.step, int(metrics.tokens_not_finite))
         return metrics, int(mask.sum())
 
     def learn(self) -> dict[str, Any]:
@@ -177,8 +172,8 @@ class Trainer:
         with clock("update"):
             recomputed = initialize_critic(state, config, rollout, rewards, recomputed)
             targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
-            metrics = self.update(stages, targets, recomputed)
-            critic_loss = self.update_critic(stages, targets, recomputed)
+            metrics = update_policy(state, config, stages, targets, recomputed)
+            critic_loss = update_values(state, config, stages, targets, recomputed)
             self._count_skipped(metrics, critic_loss)
         # DAPO chooses among samples of several rollouts, so they do not lie in waves any more.
         at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
@@ -260,7 +255,8 @@ class Trainer:
                 log_probs = recompute_reference(state, config, stages)
             recomputed = recomputed._replace(reference_log_probs=log_probs)
             passes.append(log_probs)
-        self._check_forward(sum(int((~np.isfinite(each[responses.response_mask])).sum()) for each in passes))
+        not_finite = sum(int((~np.isfinite(each[responses.response_mask])).sum()) for each in passes)
+        check_forward(state.step, not_finite)
         return stages, recomputed
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
@@ -279,63 +275,6 @@ class Trainer:
         self.responses = responses
         return stages
 
-    def update(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> StepMetrics:
-        """Learn from a batch for all epochs, and return the metrics of the last one, with the skipped updates of all.
-
-        The loss of an update is a mean over its own tokens, as if its samples were a batch. Residents are pushed for
-        each update. The first update uses the residents of the recompute.
-        """
-        config, state = self.config, self.state
-        updates = add_targets(config, stages.updates, targets, recomputed)
-        live = None if config.replay else PreparedBatch(None, self._live_on_planned_ranks(stages))
-        residents = recomputed.residents if config.replay else None
-        skipped = 0
-        for _ in range(config.epochs):
-            metrics = []
-            for batch, samples in updates:
-                if residents is not None:
-                    plan, topology = batch.batch_plan.plan, batch.parallel.topology
-                    check_residents(residents, state.optimizer.step[...], plan, topology)
-                update_metrics = update(
-                    state.agent,
-                    state.optimizer,
-                    live or batch,
-                    samples,
-                    batch.batch_plan.load.sum((0, 2, 3)),
-                    residents,
-                    balance=config.balance,
-                    largest_gradient=config.adamw.largest_gradient,
-                    losses=config.losses,
-                )
-                update_metrics, residents = on_every_host(update_metrics, self.mesh), None
-                if config.replay:
-                    check_executed(update_metrics.slot_rows, batch)
-                self._check_forward(int(update_metrics.tokens_not_finite))
-                skipped += int(update_metrics.skipped)
-                metrics.append(update_metrics)
-        return join_metrics(metrics)._replace(skipped=np.asarray(skipped, np.int32))
-
-    def update_critic(self, stages: Stages, targets: Targets, recomputed: RecomputeResult) -> float | None:
-        """Train the critic on the hidden vectors of the recompute; return the loss of the last pass, None without one.
-
-        The loss is NaN if an update of the last pass was not finite, and so changed nothing.
-        """
-        critic, optimizer, config = self.state.critic, self.state.critic_optimizer, self.config.critic
-        if critic is None or optimizer is None:
-            return None
-        parts = list(
-            zip(recomputed.hidden, critic_targets(self.config, stages, targets, recomputed), strict=True)
-        )
-        for _ in range(config.epochs):
-            passed = [update_critic(critic, optimizer, *part, clip=config.clip) for part in parts]
-        numbers: np.ndarray = np.array(on_every_host(passed, self.mesh))  # losses and norms
-        return float(numbers[:, 0].mean()) if np.isfinite(numbers).all() else math.nan
-
-    def _live_on_planned_ranks(self, stages: Stages) -> ExpertParallel:
-        """Return the settings of updates that route live, with samples where the plan of the batch has put them."""
-        split = stages.updates[0].batch.parallel.split_sequences
-        return dataclasses.replace(self.state.balancer.live, split_sequences=split)
-
     def _model_times(self, stages: Stages) -> dict[str, float | None]:
         """Model the time of a batch for its line of metrics, and describe it in `summary`."""
         parts = [part for batch in stages.batches if (part := batch.modelled_times) is not None]
@@ -348,18 +287,10 @@ class Trainer:
             for name, time in zip(times._fields, times, strict=True)
         }
 
-    def _check_forward(self, not_finite: int) -> None:
-        """Raise ValueError if a forward pass gave log-probabilities that are not finite: no other batch would help."""
-        if not_finite:
-            raise ValueError(
-                f"step {self.state.step}: the log-probabilities of {not_finite} tokens are not finite: a layer rejected"
-                " its plan or its buffers, or the training diverged; nothing of this step is saved"
-            )
-
     def _count_skipped(self, metrics: StepMetrics, critic_loss: float | None) -> None:
         """Count the steps in a row in which the policy or the critic did not change. Raise ValueError at too many."""
         config, state = self.config, self.state
-        unchanged = int(metrics.skipped) == config.epochs * config.updates
+        unchanged = int(metrics.skipped) == int(metrics.updates)
         if unchanged:
             # The balancer would otherwise wait for a step of the optimizer.
             state.balancer.discard()
@@ -381,5 +312,5 @@ class Trainer:
         return ValueError(
             f"step {self.state.step}: {', '.join(problems)}, after adamw.skipped_in_a_row="
             f"{self.config.adamw.skipped_in_a_row} batches that were skipped for it: the training diverged; nothing of"
-            " this step is saved"
+            " this step is saved, and a resumed run needs other settings, such as a lower learning_rate"
         )

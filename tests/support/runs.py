@@ -8,6 +8,7 @@ from experiments.rl.policy import TINY
 from experiments.rl.rollout import Rollout
 from experiments.rl.targets import compute_targets
 from experiments.rl.tokens import BYTES
+from experiments.rl.updates import update_policy
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
@@ -46,6 +47,8 @@ SIZES = Capacities(
 def update_from(trainer, stages, responses, rewards, recomputed):
     """Learn from whole responses, as if this step had sampled them, and return the metrics of the updates."""
     finished = np.ones(len(responses.tokens), bool)
-    rollout = Rollout(responses, responses.response_mask, finished, lambda: rewards, None, 0, {})
+    rollout = Rollout(
+        responses, responses.response_mask, ~responses.response_mask, finished, lambda: rewards, None, 0, {}
+    )
     targets, _ = compute_targets(trainer.config, rollout, rewards, recomputed)
-    return trainer.update(stages, targets, recomputed)
+    return update_policy(trainer.state, trainer.config, stages, targets, recomputed)
