@@ -63,6 +63,8 @@ def test_plan_ahead_searches_with_the_counts_of_ended_responses(stepped, wave_sa
         examples = trainer.sampler.examples(0)
         responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch).responses
         assert ahead.wait() >= 0
+        # A step that samples another window does not search again.
+        assert not ahead.watch.look(np.ones(32, bool), lambda: pytest.fail("counted again"))
     [((load, tokens, *_), ended)] = calls
     assert 16 <= ended.sum() < 32
     length = responses.mask.sum(1)
