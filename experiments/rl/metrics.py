@@ -287,6 +287,7 @@ ALGORITHM_METRICS: Final = (
     "response/carried",
     "response/unfinished",
     "response/most_policies",
+    "mismatch/log_prob_older",
     "mismatch/weight",
     "mismatch/bounded_share",
     "policy/reference_kl",
