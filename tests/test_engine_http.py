@@ -535,7 +535,7 @@ def test_settings_of_engines_that_do_not_fit_are_named(settings, message):
                 "window": 24,
                 "response_tokens": 48,
             },
-            "requests.bad_answers=drop is not for algorithm=tppo",
+            "requests.bad_answers=drop is not for window=",
         ),
     ],
 )

@@ -309,7 +309,7 @@ def test_calculator_rejects_everything_else_in_one_line(expression, says):
         ),
         (
             {"turns": 2, "turn_tokens": 4, "algorithm": "tppo", "response_tokens": 48, "window": 24},
-            "turns=2 is not for algorithm=tppo: its windows cut turns off",
+            "turns=2 is not for window=24, which cuts turns off",
         ),
         (
             {"turns": 2, "turn_tokens": 4, "response_tokens": 20, "plan_ahead": 0.5},
