@@ -45,7 +45,7 @@ class Critic:
     """Lambda for responses that a window cut off. None takes ``decay``."""
     whiten: str = "together"
     """Over what advantages are whitened: together over all tokens that are learned from, apart over those of finished
-    and those of unfinished responses, or none. PPO has no unfinished responses, so apart is together."""
+    and those of unfinished responses (T-PPO), or none."""
     clip: float = 0.2
     """The maximum change of a value from its value before the updates."""
     learning_rate: float = 3e-3

@@ -403,14 +403,13 @@ class Train:
                 f"correction.kind={self.correction.kind} needs top_p=1, not {self.top_p}: log-probabilities are"
                 " recorded over the whole vocabulary, and not over the tokens that top_p leaves"
             )
-        if not entry.learns_unfinished:
-            for name in ("cut_decay", "whiten"):
-                value = getattr(self.critic, name)
-                if value == "apart" or (name == "cut_decay" and value is not None):
-                    raise ValueError(
-                        f"critic.{name}={value} is not for algorithm={self.algorithm}, which learns from no unfinished"
-                        " response"
-                    )
+        apart = {"cut_decay": self.critic.cut_decay is not None, "whiten": self.critic.whiten == "apart"}
+        for name, given in apart.items():
+            if given and not entry.learns_unfinished:
+                raise ValueError(
+                    f"critic.{name}={getattr(self.critic, name)} is not for algorithm={self.algorithm}, which learns"
+                    " from no unfinished response"
+                )
         updates = self.steps * self.epochs * self.updates
         if self.steps and self.adamw.rising_updates > updates:
             raise ValueError(

@@ -220,8 +220,7 @@ def update(
     )
     norm = optax.tree.norm(gradients)
     terms = jax.tree.map(lambda share: share.sum(0), shares)
-    finite = jnp.isfinite(terms.policy.loss) & jnp.isfinite(norm)
-    factor = jnp.where(finite, clip_factor(norm, largest_gradient), jnp.nan)
+    factor = jnp.where(jnp.isfinite(terms.policy.loss), clip_factor(norm, largest_gradient), jnp.nan)
     apply_gradients(agent, optimizer, gradients, batch.parallel.mesh, factor=factor)
     return StepMetrics(
         terms.policy,
@@ -230,7 +229,7 @@ def update(
         slot_rows,
         changes,
         tokens_not_finite.sum(),
-        1 - finite.astype(jnp.int32),
+        (~jnp.isfinite(factor)).astype(jnp.int32),
         jnp.ones((), jnp.int32),
         entropy=terms.entropy,
         reference_kl=terms.reference_kl,

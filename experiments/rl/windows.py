@@ -56,7 +56,7 @@ class Carried(NamedTuple):
         Args:
             response_tokens: the largest number of tokens of a response.
         """
-        whole = self.ended | (self.lengths - self.prompt_lengths == response_tokens)
+        whole = is_whole(self.ended, self.lengths - self.prompt_lengths, response_tokens)
         return np.where(whole, 0, self.lengths)
 
 
@@ -129,6 +129,13 @@ def join_windows(rows: Carried, window: Responses) -> Responses:
     )
 
 
+def is_whole(
+    ended: Bool[Array, " B"], tokens: Int[Array, " B"], response_tokens: int
+) -> Bool[np.ndarray, " B"]:
+    """Return True for responses that an end token ended, or that have the largest number of tokens."""
+    return np.asarray(ended | (tokens == response_tokens))
+
+
 def find_learned(responses: Responses, *, response_tokens: int, compared: int) -> Bool[np.ndarray, " B"]:
     """Return True for the responses that have their credit: they and all that they are compared with are whole.
 
@@ -137,7 +144,7 @@ def find_learned(responses: Responses, *, response_tokens: int, compared: int) -
         response_tokens: the largest number of tokens of a response.
         compared: the number of successive responses that are compared with each other.
     """
-    whole = np.asarray(responses.ended | (responses.response_mask.sum(1) == response_tokens))
+    whole = is_whole(responses.ended, responses.response_mask.sum(1), response_tokens)
     return whole.reshape(-1, compared).all(1).repeat(compared)
 
 
