@@ -16,16 +16,21 @@ from typing import Any, Final, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxtyping import Float
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from experiments.compared_runs import command_of, mean_and_error, run_variants
+from experiments.learning_curves import (
+    Curve,
+    decoding_steps_to,
+    mean_curve,
+    over_decoding_steps,
+    read_curve,
+)
 from experiments.program import run_program
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
-from experiments.rl.metrics import EVALUATE, LEARN
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.evaluation import Ranks
@@ -181,60 +186,6 @@ def main(config: Algorithms) -> None:
     console.print(EXPLAINED, style="dim")
 
 
-class Curve(NamedTuple):
-    """What a run had used before each of its evaluations, the first one after the warm-up, and its rewards."""
-
-    tokens: list[int]
-    """The tokens that rollouts, recomputes and updates had run."""
-    decoding_steps: list[int]
-    """The decoding steps of all rollouts."""
-    reward: list[float]
-    """The mean reward on the evaluation prompts."""
-    slots_used_share: float
-    """The share of samples times decoding steps in which a token was sampled, in the whole run."""
-    explained_variance: float | None
-    """The mean explained variance of the critic in the second half of the run. None without a critic."""
-
-
-class MeanCurve(NamedTuple):
-    """The mean of several curves."""
-
-    positions: Float[np.ndarray, " P"]
-    """The positions of the first curve, up to the end of the shortest."""
-    mean: Float[np.ndarray, " P"]
-    """The mean reward."""
-    error: Float[np.ndarray, " P"] | None
-    """Its standard error. None for a single curve."""
-
-
-def read_curve(lines: Sequence[dict[str, Any]]) -> Curve:
-    """Read the curve of a run from its metrics.
-
-    Args:
-        lines: the metrics of the run, one dictionary for each step.
-    """
-    tokens, steps, totals, rewards = 0, 0, [], []
-    for line in lines:
-        if line["kind"] == LEARN:
-            tokens += line["batch/tokens_run"]
-            steps += line["response/decoding_steps"]
-        elif line["kind"] == EVALUATE:
-            totals.append((tokens, steps))
-            rewards.append(line["evaluation/reward"])
-    learned = [line for line in lines if line["kind"] == LEARN]
-    decoding = np.array([line["response/decoding_steps"] for line in learned])
-    used = np.array([line["response/slots_used_share"] for line in learned])
-    second_half = [line["critic/explained_variance"] for line in learned[len(learned) // 2 :]]
-    explained = [value for value in second_half if value is not None]
-    return Curve(
-        tokens=[total for total, _ in totals],
-        decoding_steps=[total for _, total in totals],
-        reward=rewards,
-        slots_used_share=float((used * decoding).sum() / decoding.sum()),
-        explained_variance=float(np.mean(explained)) if explained else None,
-    )
-
-
 def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]]:
     """Compare the variants at the tokens that every run has run.
 
@@ -247,7 +198,7 @@ def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]
     budget = min(curve.tokens[-1] for of_seeds in curves.values() for curve in of_seeds)
     goal = np.mean([_at(curve.tokens, curve.reward, budget) for curve in curves["grpo"]])
     # Both ends of the share are read from mean curves over decoding steps, so GRPO's own is 1.
-    _, rewards, _ = _over_decoding_steps(curves["grpo"])
+    _, rewards, _ = over_decoding_steps(curves["grpo"])
     goal = min(goal, rewards.max())
     baseline = decoding_steps_to(curves["grpo"], float(goal))
     assert baseline is not None
@@ -266,37 +217,6 @@ def summarise(curves: Mapping[str, Sequence[Curve]]) -> dict[str, dict[str, Any]
             "explained_variance": _mean(explained) if explained else None,
         }
     return summary
-
-
-def decoding_steps_to(curves: Sequence[Curve], reward: float) -> float | None:
-    """Return the decoding steps until the mean reward over the runs first reaches a reward. None if it never does."""
-    steps, rewards, _ = _over_decoding_steps(curves)
-    if rewards.max() < reward:
-        return None
-    first = int(np.argmax(rewards >= reward))
-    if first == 0:
-        return float(steps[0])
-    return float(np.interp(reward, rewards[first - 1 : first + 1], steps[first - 1 : first + 1]))
-
-
-def _over_decoding_steps(curves: Sequence[Curve]) -> MeanCurve:
-    return mean_curve([curve.decoding_steps for curve in curves], [curve.reward for curve in curves])
-
-
-def mean_curve(positions: Sequence[Sequence[int]], rewards: Sequence[Sequence[float]]) -> MeanCurve:
-    """Average the curves of several runs, up to the end of the shortest.
-
-    Args:
-        positions: where each run was evaluated, rising.
-        rewards: the rewards of each run's evaluations.
-
-    Returns:
-        The mean curve.
-    """
-    end = min(each[-1] for each in positions)
-    places = np.append([float(place) for place in positions[0] if place < end], float(end))
-    values = np.array([np.interp(places, *run) for run in zip(positions, rewards, strict=True)])
-    return MeanCurve(places, *mean_and_error(values))
 
 
 def _at(positions: Sequence[int], values: Sequence[int] | Sequence[float], place: int) -> float:

@@ -5,21 +5,18 @@ import json
 
 import numpy as np
 import pytest
+from support.compared import fake_runs
 
 from experiments import compared_runs
 from experiments.algorithms import (
     VARIANTS,
     Algorithms,
-    Curve,
-    decoding_steps_to,
     main,
-    mean_curve,
-    read_curve,
     summarise,
     variant_config,
 )
+from experiments.learning_curves import Curve, decoding_steps_to, mean_curve, read_curve
 from experiments.rl.correction import Correction
-from experiments.rl.run_folder import UNSAVED_SETTINGS
 
 EVALUATIONS = [0.25, 0.5, 0.75]
 LEARNED = [
@@ -97,21 +94,7 @@ def test_variants_differ_only_in_algorithm_window_and_correction():
 
 
 def test_main_neither_repeats_nor_mixes_runs(tmp_path, monkeypatch):
-    started_runs = []
-
-    def run_train(config, console, *, name):
-        started_runs.append(config.out.name)
-        for seed in config.seeds:
-            folder = config.out / f"seed-{seed}"
-            folder.mkdir(parents=True)
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-        settings = {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in UNSAVED_SETTINGS
-        }
-        (config.out / "config.json").write_text(json.dumps(settings, default=str))
-        if len(started_runs) != 2:
-            (config.out / "summary.json").write_text("{}")
-
+    run_train, started_runs = fake_runs(lambda config: LINES)
     monkeypatch.setattr(compared_runs, "run_train", run_train)
     config = Algorithms(out=tmp_path, seeds=(0, 1), steps=2, variants=("grpo", "ppo", "tppo"))
     main(config)

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from support.compared import fake_runs
 
 from experiments import compared_runs
 from experiments.replay_comparison import (
@@ -17,7 +18,6 @@ from experiments.replay_comparison import (
     variant_config,
 )
 from experiments.rl.metrics import METRICS
-from experiments.rl.run_folder import UNSAVED_SETTINGS
 
 
 def learned(mismatch, *, live):
@@ -93,22 +93,7 @@ def test_average_gives_standard_errors_over_seeds():
 
 
 def test_main_neither_repeats_nor_mixes_runs(tmp_path, monkeypatch, capsys):
-    started_runs = []
-
-    def run_train(config, console, *, name):
-        started_runs.append(name)
-        for seed in config.seeds:
-            folder = config.out / f"seed-{seed}"
-            folder.mkdir(parents=True)
-            lines = lines_of(live=not config.replay)
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        settings = {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in UNSAVED_SETTINGS
-        }
-        (config.out / "config.json").write_text(json.dumps(settings, default=str))
-        if len(started_runs) != 2:
-            (config.out / "summary.json").write_text("{}")
-
+    run_train, started_runs = fake_runs(lambda config: lines_of(live=not config.replay))
     monkeypatch.setattr(compared_runs, "run_train", run_train)
     config = ReplayComparison(out=tmp_path, seeds=(0, 1), steps=3)
     main(config)
