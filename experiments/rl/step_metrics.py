@@ -105,7 +105,7 @@ def measure_policy(metrics: StepMetrics) -> dict[str, int | float | None]:
 def finite_or_none(value: float | Float[Array, ""]) -> float | None:
     """Return a number as lines of metrics have it: JSON has neither NaN nor infinity.
 
-    >>> finite_or_none(np.float32(0.5)), finite_or_none(np.float32(np.nan))
+    >>> finite_or_none(0.5), finite_or_none(np.nan)
     (0.5, None)
     """
     return float(value) if np.isfinite(value) else None
