@@ -1,13 +1,28 @@
 """Learning curves: what a training run had used before each of its evaluations, and the mean over several runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from experiments.compared_runs import mean_and_error
 from experiments.rl.metrics import EVALUATE, LEARN
+
+
+def mean_and_error(values: Float[np.ndarray, "runs *shape"]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the mean over runs, and its standard error: the deviation of a sample over the root of their number.
+
+    Args:
+        values: the values of every run.
+
+    Returns:
+        The mean, and its error. None in place of the error for a single run.
+
+    >>> [float(number) for number in mean_and_error(np.array([0.5, 0.75]))]
+    [0.625, 0.125]
+    """
+    mean = np.asarray(values.mean(0))
+    return mean, np.asarray(values.std(0, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 class Curve(NamedTuple):
@@ -19,8 +34,8 @@ class Curve(NamedTuple):
     """The decoding steps of all rollouts."""
     reward: list[float]
     """The mean reward on the evaluation prompts."""
-    slots_used_share: float
-    """The share of samples times decoding steps in which a token was sampled, in the whole run."""
+    slots_used_share: float | None
+    """The share of samples times decoding steps in which a token was sampled, in the whole run. None before it."""
     explained_variance: float | None
     """The mean explained variance of the critic in the second half of the run. None without a critic."""
 
@@ -36,7 +51,7 @@ class MeanCurve(NamedTuple):
     """Its standard error. None for a single curve."""
 
 
-def read_curve(lines: Sequence[dict[str, Any]]) -> Curve:
+def read_curve(lines: Sequence[Mapping[str, Any]]) -> Curve:
     """Read the curve of a run from its metrics.
 
     Args:
@@ -53,13 +68,13 @@ def read_curve(lines: Sequence[dict[str, Any]]) -> Curve:
     learned = [line for line in lines if line["kind"] == LEARN]
     decoding = np.array([line["response/decoding_steps"] for line in learned])
     used = np.array([line["response/slots_used_share"] for line in learned])
-    second_half = [line["critic/explained_variance"] for line in learned[len(learned) // 2 :]]
+    second_half = [line.get("critic/explained_variance") for line in learned[len(learned) // 2 :]]
     explained = [value for value in second_half if value is not None]
     return Curve(
         tokens=[total for total, _ in totals],
         decoding_steps=[total for _, total in totals],
         reward=rewards,
-        slots_used_share=float((used * decoding).sum() / decoding.sum()),
+        slots_used_share=float((used * decoding).sum() / decoding.sum()) if learned else None,
         explained_variance=float(np.mean(explained)) if explained else None,
     )
 

@@ -1,116 +1,175 @@
-"""Training runs: ``python -m experiments.run NAME [--overrides]``.
+"""Training runs from configurations: ``python -m experiments.run CONFIG [options]``.
 
-``--list`` shows the named runs, and ``NAME --help`` the settings of one, all of which can be overridden. Bad input ends
-the program with exit status 2 and one line on standard error, and leaves no half-written files. To compare planners
+CONFIG is a TOML file, or the name of a configuration that ``--list`` shows (those in ``experiments/configs``).
+
+    --set KEY=VALUE       another value for a setting of the file, such as critic.width=32; may be given several times
+    --sweep KEY=A,B,C     runs with each of these values; several sweeps give all combinations
+    --variant NAME        only this variant of the file or of the sweep
+    --list                the configurations and what they need
+    CONFIG --help         all settings, which are also options: --steps 10 is --set steps=10
+
+A configuration with variants, or with ``--sweep``, makes a sweep: its runs are made one after the other, over all
+seeds, the same command resumes a stopped one, and a table and a figure compare them at the end. Bad input ends the
+program with exit status 2 and one line on standard error, and leaves no half-written files. To compare planners
 without training, use ``relibra compare``. Compiled programs are kept in ``~/.cache/relibra_jax`` for later runs;
 ``--no-keep-programs`` turns this off.
 """
 
 import argparse
+import dataclasses
 import functools
+import os
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import tyro
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from experiments.rl.config_file import (
+    ConfigFile,
+    config_names,
+    parse_assignments,
+    read_config,
+    sweep_variants,
+)
 from experiments.rl.configs import Train
+from experiments.rl.launchers import find_launch
 from experiments.rl.run_folder import saved_config
+from experiments.rl.settings import unchecked_settings
 from experiments.rl.train import run_train
+from experiments.sweep import run_sweep
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.programs import keep_programs_unless
-from relibra_jax.support.suggestions import suggest_names
+from relibra_jax.support.suggestions import look_up
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 150)
 
 PROGRAM: Final = "python -m experiments.run"
-CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
-    {"demo": Train(), "learn": Train(seeds=(0, 1, 2), steps=80)}
-)
-"""The settings of each named run."""
-SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "demo": "RL quickstart: 2 x 4 host devices, a tiny model, under five minutes",
-        "learn": "the same with 80 learning steps on three seeds, about fifteen minutes",
-    }
-)
-"""A description of each named run, in one line."""
 
 
-def list_runs() -> None:
-    """Print the named training runs, with their main settings."""
-    table = Table("name", "description", title=f"{PROGRAM} NAME [--overrides]", box=box.SIMPLE_HEAD)
-    for name, run in CONFIGS.items():
+def list_configs() -> None:
+    """Print the configurations that have a name, with their main settings and what they need."""
+    table = Table("name", "description", title=f"{PROGRAM} NAME [options]", box=box.SIMPLE_HEAD)
+    for name in config_names():
+        config = read_config(name)
+        run = config.train(next(iter(config.variants), None))
         sizes = (
-            f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch, {run.planner}"
+            f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch, {run.num_ranks} ranks,"
+            f" {run.planner}"
         )
         length = (
             f"{run.warmup_steps} supervised steps, then {run.steps} learning steps;"
             f" seeds {', '.join(map(str, run.seeds))}"
         )
-        table.add_row(name, f"{SUMMARIES[name]}\n{sizes}\n{length}")
+        variants = [f"variants: {', '.join(config.variants)}"] if config.variants else []
+        lines = [config.description, f"needs {config.needs}", sizes, length, *variants]
+        table.add_row(name, escape("\n".join(lines)))
     console.print(table)
 
 
-def parse_run(name: str, default: Train, args: list[str]) -> Train:
-    """Parse the overrides of a training run.
+def own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the options of this program from those that are settings.
 
     Args:
-        name: the name of the run.
-        default: the settings that ``args`` override.
-        args: the overrides, as the command line gives them.
+        args: the options, as the command line gives them.
 
     Returns:
-        The settings of the run.
+        ``set``, ``sweep``, ``variant`` and ``resume``; and the other options.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B,C")
+    parser.add_argument("--variant")
+    known, others = parser.parse_known_args(args)
+    resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # The parser of all settings rejects --resume without a folder.
+    resume.add_argument("--resume", type=Path, nargs="?")
+    known.resume = resume.parse_known_args(others)[0].resume
+    return known, others
+
+
+def parse_runs(config: ConfigFile, args: Sequence[str]) -> dict[str | None, Train]:
+    """Return the settings of the runs that a command asks for.
+
+    Args:
+        config: the configuration.
+        args: the options.
+
+    Returns:
+        The settings by the name of the variant; with None as the only name if there are no variants.
 
     Raises:
-        ValueError: if an override is unknown, its value cannot be parsed, or the settings contradict each other.
+        ValueError: if an option is unknown, its value cannot be parsed, or the settings contradict each other.
         SystemExit: if ``args`` ask for help.
     """
-    options = {"default": default, "prog": f"{PROGRAM} {name}", "description": SUMMARIES[name]}
-    return parse_options(functools.partial(tyro.cli, Train, **options), args)
-
-
-def resumed_folder(args: list[str]) -> Path | None:
-    """Return the folder that ``--resume`` names, or None. Its settings are the defaults of all other options."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # The parser of all settings rejects --resume without a folder.
-    parser.add_argument("--resume", type=Path, nargs="?")
-    return parser.parse_known_args(args)[0].resume
+    own, options = own_options(args)
+    parse = functools.partial(
+        tyro.cli, Train, prog=f"{PROGRAM} {config.name}", description=config.description
+    )
+    if own.resume is not None:
+        if own.set or own.sweep or own.variant:
+            raise ValueError(
+                f"--resume {own.resume}: the settings of the run are in its folder, so --set, --sweep and --variant are"
+                " not for it; the same command resumes a sweep"
+            )
+        return {None: parse_options(functools.partial(parse, default=saved_config(own.resume)), options)}
+    settings, swept = parse_assignments(own.set, "--set"), sweep_variants(own.sweep)
+    if config.variants and swept:
+        raise ValueError(f"--sweep {own.sweep[0]}: {config.name} is a sweep already, of its variants")
+    config = config._replace(variants=config.variants or swept)
+    names: list[str | None] = list(config.variants) or [None]
+    if own.variant is not None:
+        look_up("--variant ", own.variant, config.variants)
+        names = [own.variant]
+    runs: dict[str | None, Train] = {}
+    for name in names:
+        default = unchecked_settings(Train, config.all_settings(name) | settings)
+        with config.place_in_errors(name):
+            runs[name] = parse_options(functools.partial(parse, default=default), options)
+    return runs
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one training run.
+    """Run one configuration.
 
     Args:
-        args: the name of the run and its overrides. None uses the arguments of the process.
+        args: the name or file of the configuration, and options. None uses the arguments of the process.
 
     Returns:
         The exit status: 0 on success, 2 on bad input.
     """
-    name, *rest = (sys.argv[1:] if args is None else args) or [""]
-    if name == "--list":
-        list_runs()
-        return 0
+    arguments = sys.argv[1:] if args is None else args
+    name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         print(__doc__)
         return 0
-    return exit_status(lambda: _run(name, keep_programs_unless(rest)))
+    if name == "--list":
+        return exit_status(list_configs)
+    command = shlex.join([*PROGRAM.split(), *arguments])
+    return exit_status(lambda: _run(name, keep_programs_unless(rest), command))
 
 
-def _run(name: str, overrides: list[str]) -> None:
-    if name not in CONFIGS:
-        hint = suggest_names(name, CONFIGS)
-        raise ValueError(f"training run {name!r} must be one of {', '.join(CONFIGS)}{hint}")
-    resume = resumed_folder(overrides)
-    default = CONFIGS[name] if resume is None else saved_config(resume)
-    run_train(parse_run(name, default, overrides), console, name=name)
+def _run(name: str, args: list[str], command: str) -> None:
+    config = read_config(name)
+    runs = parse_runs(config, args)
+    [first, *_] = runs.values()
+    if len(runs) == 1:
+        run_train(first, console, name=name)
+    else:
+        if find_launch(os.environ) is not None:
+            raise ValueError(
+                f"{name} is a sweep, which one process makes: with several processes, give a --variant to each start"
+            )
+        out = first.out or Path("out") / config.name
+        variants = {str(variant): dataclasses.replace(run, out=None) for variant, run in runs.items()}
+        run_sweep(name, variants, out, console, command=command)
 
 
 if __name__ == "__main__":

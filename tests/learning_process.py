@@ -18,8 +18,10 @@ from support.runs import HASTY, SIZES, SMALL, SMALLEST
 from experiments import run
 from experiments.miniature.sharing import shared_programs
 from experiments.rl import configs, state, tasks, train
+from experiments.rl.config_file import ConfigFile
 from experiments.rl.configs import Train
 from experiments.rl.policy import POLICIES
+from experiments.rl.settings import flat, plain_settings
 from experiments.rl.trainer import Trainer
 
 configs.POLICIES = {**POLICIES, "smallest": SMALLEST}
@@ -51,9 +53,7 @@ state.FIRST_CAPACITIES = SIZES
 train.Trainer = Troubled
 COPY = tasks.TASKS["copy"]
 tasks.TASKS = {"copy": dataclasses.replace(COPY, score=score)}
-run.CONFIGS, run.SUMMARIES = (
-    {"small": Train(**SMALL, checkpoint_every=1, plan_ahead=0.5, watch_every=1)},
-    {"small": "a run of seconds"},
-)
+SETTINGS = plain_settings(Train(**SMALL, checkpoint_every=1, plan_ahead=0.5, watch_every=1))
+run.read_config = lambda name: ConfigFile(name, "a run of seconds", "", flat(SETTINGS), {})
 with shared_programs() if "SHARED_PROGRAMS" in os.environ else contextlib.nullcontext():
     sys.exit(run.main(sys.argv[1:]))

@@ -110,8 +110,12 @@ OPTIONS = {
         ["plan", "--order", "up"],
         "invalid choice 'up' for argument '--order'. Expected one of ('given', 'shuffled').",
     ),
-    "no run": (run_training, [], "training run '' must be one of demo, learn"),
-    "another run": (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
+    "no run": (run_training, [], "configuration '' must be a file with the ending .toml or one of "),
+    "another run": (
+        run_training,
+        ["compare"],
+        "configuration 'compare' must be a file with the ending .toml",
+    ),
     "a run's unknown option": (
         run_training,
         ["demo", "--token-weight"],
@@ -239,12 +243,12 @@ def test_run_training_refuses_settings_that_do_not_fit(refused, option):
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        (None, "steps", 1.5, "steps=1.5 must be of type int, like 40"),
-        (None, "steps", True, "steps=True must be of type int, like 40"),
-        (None, "seeds", ["a"], "seeds='a' must be of type int, like 0"),
-        ("reorder", "steps", "x", "steps='x' must be of type int, like 500"),
-        ("replicate", "tile", [1], "tile=[1] must be of type int, like 1"),
-        ("clip", "low", None, "low=None must be of type float, like 0.2"),
+        (None, "steps", 1.5, "steps=1.5 must be of type int"),
+        (None, "steps", True, "steps=True must be of type int"),
+        (None, "seeds", ["a"], "seeds='a' must be of type int"),
+        ("reorder", "steps", "x", "reorder.steps='x' must be of type int"),
+        ("replicate", "tile", [1], "replicate.tile=[1] must be of type int"),
+        ("clip", "low", None, "clip.low=None must be of type float"),
         ("ranks", "replica_slots", 2**63, f"replica_slots={2**63} must be at most num_experts=16"),
     ],
 )
@@ -253,7 +257,7 @@ def test_run_training_refuses_saved_settings_of_other_types(refused, tmp_path, p
     (settings if part is None else settings[part])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(settings))
     error = refused(run_training, ["demo", "--resume", tmp_path], out="")
-    assert error.startswith(f"{tmp_path / 'config.json'}: not the settings of a run (")
+    assert error.startswith(f"{tmp_path / 'config.json'}: not the settings of a run: ")
     assert message in error
 
 

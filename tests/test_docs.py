@@ -22,7 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.run import CONFIGS, parse_run
+from experiments.rl.config_file import read_config
+from experiments.rl.configs import Train
+from experiments.run import parse_runs
 from relibra_jax.cli.commands import COMMANDS
 from relibra_jax.cli.main import main
 from relibra_jax.contract import types
@@ -142,8 +144,9 @@ def test_commands_accept_the_arguments_of_pages(words, monkeypatch):
         case ("python", "-m", "experiments.run", "--list"):
             pass
         case ("python", "-m", "experiments.run", name, *args):
+            monkeypatch.setattr("experiments.run.saved_config", lambda folder: Train())
             with contextlib.suppress(SystemExit):  # --help
-                parse_run(name, CONFIGS[name], [STAND_INS.get(word, word) for word in args])
+                parse_runs(read_config(name), [STAND_INS.get(word, word) for word in args])
         case ("python", "-m", module, *args):
             check_flags(module, args)
 

@@ -46,7 +46,7 @@ def test_run_ladder_repeats_no_passed_step_while_the_code_is_the_same(tmp_path, 
     again = run_ladder((COUNT, FAIL), Record(path), seconds=300.0)
     assert again == {"count": "passed before", "fail": "failed"}
     assert run_ladder((COUNT,), Record(path, rehearsal=True), seconds=300.0) == {"count": "passed"}
-    monkeypatch.setattr("experiments.ladder.record.source_digest", lambda: "another")
+    monkeypatch.setattr("experiments.ladder.record.source_digest", lambda folders: "another")
     assert run_ladder((COUNT,), Record(path), seconds=300.0) == {"count": "passed"}
     assert states(Record(path)) == [
         *[("count", "passed"), ("fail", "failed")],

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from experiments.count_buffers import Buffers
+from experiments.rl.config_file import config_names
 from experiments.rl.configs import Train
-from experiments.run import CONFIGS
 from relibra_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def test_readme_names_options_that_exist():
 
 def test_readme_names_commands_that_exist():
     assert set(re.findall(r"(?:^|`)relibra ([a-z]+)", TEXT, re.MULTILINE)) <= COMMANDS.keys()
-    assert set(re.findall(r"experiments\.run ([a-z]+)", TEXT)) <= CONFIGS.keys()
+    assert set(re.findall(r"experiments\.run ([a-z]+)", TEXT)) <= set(config_names())
     for program in set(re.findall(r"python -m (experiments\.[a-z_.]*[a-z])", TEXT)):
         assert importlib.util.find_spec(program), program
     makefile = (ROOT / "Makefile").read_text()

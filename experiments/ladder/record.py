@@ -3,12 +3,13 @@
 This module uses only the standard library, so it works even if JAX does not.
 """
 
-import hashlib
 import json
 import os
 import threading
 from pathlib import Path
 from typing import Any, Final
+
+from experiments.source_digest import source_digest
 
 SOURCES: Final = (
     "pallas_kernels/**",
@@ -30,7 +31,7 @@ class Record:
     """
 
     def __init__(self, path: Path, *, rehearsal: bool = False):
-        self.path, self.rehearsal, self.source = path, rehearsal, source_digest()
+        self.path, self.rehearsal, self.source = path, rehearsal, source_digest(SOURCES)
         self._lock = threading.Lock()
 
     def add(self, **facts: Any) -> None:
@@ -62,12 +63,3 @@ def read_record(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return lines
-
-
-def source_digest() -> str:
-    """Return a digest of the code in `SOURCES`, as 12 hexadecimal digits."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted(root.glob(f"{folder}/*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -2,7 +2,7 @@
 
     python -m experiments.miniature run --nodes 2 --ranks 2 -- COMMAND      any command on every rank
     python -m experiments.miniature compare TRACE --twin gpt-oss-20b         planners, measured and modelled
-    python -m experiments.miniature learn --nodes 2 --ranks 2                a training run under several planners
+    python -m experiments.miniature learn --nodes 2 --ranks 2                training runs with several settings
 
 Every rank has a network namespace, with links to a switch of a fast rate to its own node and a slow one to others, and
 a share of a core. All of it ends with the command, however that ends.

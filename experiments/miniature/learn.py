@@ -1,4 +1,4 @@
-"""A training run on a miniature, the same under several planners: generation, planning, recompute and updates.
+"""The variants of a sweep on a miniature: generation, planning, recompute and updates, with measured times.
 
 Every rank runs ``python -m experiments.miniature.learn`` with the arguments of `experiments.run`.
 """
@@ -19,31 +19,28 @@ from experiments.miniature.cluster import Miniature
 from experiments.miniature.launch import run_on_ranks
 from experiments.miniature.report import describe_machine, new_table
 from experiments.miniature.sharing import shared_programs
+from experiments.rl.config_file import read_config
 from experiments.rl.metrics import LEARN
 from experiments.rl.metrics_log import read_metrics
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 
-PLANNERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "static": ("--planner", "static", "--replica-slots", "0"),
-    "ReLibra": ("--planner", "relibra", "--replica-slots", "1"),
-    "ReLibra, 1 resident": ("--planner", "relibra", "--replica-slots", "1", "--resident-slots", "1"),
-}
-"""The options of each run."""
 MEDIANS: Final = ("speed/tokens_per_second", "time/step_seconds", "time/exposed_seconds", "balance/imbalance")
 """The metrics of which the table has medians."""
 LEARNED: Final = ("policy/loss", "policy/gradient_norm", "reward/mean")
-"""The metrics that planners must not change."""
+"""The metrics that planners must not change, unlike other settings."""
 COMPILING: Final = 2
 """The number of first steps that compile, whose times do not count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learn:
-    """Make the same training run under several planners, and compare their speeds and gradients."""
+    """Make a training run for each variant of a configuration, and compare their speeds and gradients."""
 
     miniature: Annotated[Miniature, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Miniature)
     """The sizes."""
+    config: str = "planners"
+    """The name or file of a configuration with variants, for as many ranks."""
     steps: int = 7
     """The number of learning steps, of which the first two compile."""
     out: Path = Path("out/miniature-learn")
@@ -55,7 +52,9 @@ class Learn:
 def learn(options: Learn) -> int:
     """Make the runs, print their table and write ``learn.json``; return the exit status."""
     check_integer("steps", options.steps, least=COMPILING + 1)
-    sizes = options.miniature
+    variants, sizes = read_config(options.config).variants, options.miniature
+    if not variants:
+        raise ValueError(f"config={options.config}: the configuration has no variants to compare")
     shared = [
         "--nodes",
         str(sizes.nodes),
@@ -65,9 +64,17 @@ def learn(options: Learn) -> int:
         str(options.steps),
     ]
     rows: dict[str, Any] = {}
-    for number, (name, own) in enumerate(PLANNERS.items()):
-        folder = options.out / f"{number}-{own[1]}"
-        command = [sys.executable, "-m", "experiments.miniature.learn", "demo", *shared, *own]
+    for name in variants:
+        folder = options.out / name
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.miniature.learn",
+            options.config,
+            "--variant",
+            name,
+            *shared,
+        ]
         if status := run_on_ranks(sizes, [*command, *options.settings, "--out", str(folder)]):
             return status
         rows[name] = measure(read_metrics(folder / "seed-0" / "metrics.jsonl"))
@@ -97,7 +104,7 @@ def make_table(rows: Mapping[str, Mapping[str, list[float]]]) -> Table:
         rows: the metrics of each run, as `measure` returns them.
     """
     columns = ("tokens/s", "s per step", "exposed planning, s", "imbalance", "gradients differ by")
-    table = new_table("Training, medians of the steps that do not compile", "planner", *columns)
+    table = new_table("Training, medians of the steps that do not compile", "variant", *columns)
     first = next(iter(rows.values()))["policy/gradient_norm"]
     for name, row in rows.items():
         medians = [statistics.median(row[metric][COMPILING:]) for metric in MEDIANS]

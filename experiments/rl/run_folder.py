@@ -1,11 +1,10 @@
 """The folder of a run: its settings, for resuming it, and the recorded routing of its last batches."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from experiments.rl.configs import Train
 from experiments.rl.processes import is_first, on_any, process_count, text_from_first
+from experiments.rl.settings import flat, make_settings, plain_settings
 from relibra_jax.contract.replay_files import load_replay, save_replay
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.support.atomic_write import write_json
@@ -27,7 +27,7 @@ def run_folder(config: Train, name: str) -> Path:
 
     Args:
         config: the settings of the run.
-        name: the name of the run.
+        name: the name or file of the configuration.
 
     Raises:
         ValueError: if the folder contains a run already, or a process does not see it.
@@ -47,17 +47,12 @@ def run_folder(config: Train, name: str) -> Path:
 def _new_folder(config: Train, name: str) -> Path:
     if config.resume is not None:
         return config.resume
-    folder = config.out or Path("out") / name / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = config.out or Path("out") / Path(name).stem / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if (folder / "config.json").exists():
         raise ValueError(
             f"{folder} contains a run already: resume it with --resume {folder}, or choose another --out"
         )
     return folder
-
-
-def plain_settings(config: Train) -> dict[str, Any]:
-    """Return all settings as JSON has them."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def save_config(config: Train, folder: Path, console: Console) -> None:
@@ -91,42 +86,12 @@ def saved_config(folder: Path) -> Train:
         raise ValueError(f"{folder}: no run to resume, because there is no config.json")
     try:
         # Settings that did not exist when the run began have their defaults.
-        saved = {**plain_settings(Train()), **parse_json(path.read_text())}
-        _check_types(saved, plain_settings(Train()))
-        defaults = {field.name: getattr(Train(), field.name) for field in dataclasses.fields(Train)}
-        saved["requests"]["weights"] = _path(saved["requests"]["weights"])
-        parts = {
-            name: dataclasses.replace(default, **saved[name])
-            for name, default in defaults.items()
-            if dataclasses.is_dataclass(default) and not isinstance(default, type)
-        }
-        lists = {name: tuple(saved[name]) for name in ("seeds", "engine")}
-        return Train(**{**saved, **parts, **lists, "model": _path(saved.get("model"))})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
-
-
-def _path(saved: str | None) -> Path | None:
-    return None if saved is None else Path(saved)
-
-
-def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
-    """Raise ValueError unless saved JSON has the types of the default settings.
-
-    Where the default is None, the saved setting may be None, a text or a number. Lists that are empty by default are of
-    texts.
-    """
-    types = {float: (int, float), type(None): (str, int, float, type(None))}.get(
-        type(default), (type(default),)
-    )
-    if type(saved) not in types:
-        raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
-    if isinstance(default, list):
-        for element in saved:
-            _check_types(element, default[0] if default else "", name)
-    if isinstance(default, dict):
-        for key in saved.keys() & default.keys():
-            _check_types(saved[key], default[key], key)
+        settings = parse_json(path.read_text())
+        if not isinstance(settings, dict):
+            raise ValueError(f"{settings!r} is no object")
+        return make_settings(Train, flat(settings))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the settings of a run: {error}") from error
 
 
 def save_routing(folder: Path, step: int, replay: RoutingReplay, *, num_experts: int) -> None:

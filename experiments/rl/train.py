@@ -23,9 +23,11 @@ from experiments.rl.metrics_log import MetricsLog, OpenWriter, import_writer, op
 from experiments.rl.process_group import ProcessGroup, join_processes
 from experiments.rl.processes import check_same, is_first, on_any, process_count, wait_for_all
 from experiments.rl.progress import progress_bar, status_text
+from experiments.rl.provenance import save_start
 from experiments.rl.report import write_report
 from experiments.rl.responses import whole_routes
-from experiments.rl.run_folder import join_routing, plain_settings, run_folder, save_config, save_routing
+from experiments.rl.run_folder import join_routing, run_folder, save_config, save_routing
+from experiments.rl.settings import plain_settings
 from experiments.rl.step_clock import profiled
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
@@ -67,7 +69,7 @@ def run_train(
     Args:
         config: the settings of the run.
         console: the console for progress and the report.
-        name: the name of the run, for its folder and the command that resumes it.
+        name: the name or file of the configuration, for the folder and for the command that resumes the run.
         task: the task. None uses the one that ``config`` names.
         writer: a function that opens an additional writer of metrics for every seed, for example
             ``lambda folder, settings: wandb.init(dir=folder, config=settings)``. None uses the one that ``config``
@@ -186,6 +188,7 @@ def _open_log(run: _Run, seed: int, folder: Path, step: int) -> Iterator[Metrics
     # Only now, so that settings that the checkpoint or the writer rejects are not saved.
     if is_first():
         save_config(config, run.folder, run.console)
+        save_start(run.folder, seed=seed, step=step)
     wait_for_all("settings")
     run.group.resumable = True
     with MetricsLog(folder, step, writer) if is_first() else contextlib.nullcontext() as log:
