@@ -152,11 +152,10 @@ def main(args: list[str] | None = None) -> int:
         return 0
     if name == "--list":
         return exit_status(list_configs)
-    command = shlex.join([*PROGRAM.split(), *arguments])
-    return exit_status(lambda: _run(name, keep_programs_unless(rest), command))
+    return exit_status(lambda: _run(name, keep_programs_unless(rest)))
 
 
-def _run(name: str, args: list[str], command: str) -> None:
+def _run(name: str, args: list[str]) -> None:
     config = read_config(name)
     runs = parse_runs(config, args)
     [first, *_] = runs.values()
@@ -169,7 +168,14 @@ def _run(name: str, args: list[str], command: str) -> None:
             )
         out = first.out or Path("out") / config.name
         variants = {str(variant): dataclasses.replace(run, out=None) for variant, run in runs.items()}
-        run_sweep(name, variants, out, console, command=command)
+        run_sweep(name, variants, out, console, command=_command([name, *args]))
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """Return the command without ``--out``: the results are the same in any folder."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out")
+    return shlex.join([*PROGRAM.split(), *parser.parse_known_args(arguments)[1]])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from experiments import (
     stragglers,
 )
 from experiments.program import run_program
+from experiments.rl.config_file import config_names
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
 from relibra_jax.cli.main import main
@@ -67,6 +68,7 @@ def refused(capsys, tmp_path):
 
 
 UNKNOWN = "Unrecognized options: "
+NAMED = f"must be a file with the ending .toml or one of {', '.join(config_names())}"
 INTEGER = "must be an integer of at least"
 OPTIONS = {
     "no command": (
@@ -110,11 +112,11 @@ OPTIONS = {
         ["plan", "--order", "up"],
         "invalid choice 'up' for argument '--order'. Expected one of ('given', 'shuffled').",
     ),
-    "no run": (run_training, [], "configuration '' must be a file with the ending .toml or one of "),
+    "no run": (run_training, [], f"configuration '' {NAMED}"),
     "another run": (
         run_training,
         ["compare"],
-        "configuration 'compare' must be a file with the ending .toml",
+        f"configuration 'compare' {NAMED}",
     ),
     "a run's unknown option": (
         run_training,
