@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.step_tables import show_provenance, show_steps
 from relibra_jax.contract.types import Price, Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.long_samples import least_waits, split_exchange, split_waits
 from relibra_jax.cost.models import MODELS
-from relibra_jax.evaluation import Costs
+from relibra_jax.evaluation import Costs, Ranks
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
@@ -50,7 +51,7 @@ class Inspect:
 
 
 def run_inspect(options: Inspect, console: Console) -> None:
-    """Print a table that describes a trace.
+    """Print a table that describes a trace, where it is from, and what changes from step to step if it has steps.
 
     Args:
         options: the name or path of the trace.
@@ -85,6 +86,11 @@ def run_inspect(options: Inspect, console: Console) -> None:
     ):
         table.add_row(name, value)
     console.print(table)
+    show_provenance(trace, console)
+    topology = None
+    if not trace.num_experts % RANKS:
+        topology = Ranks(nodes=1, ranks_per_node=RANKS).topology(trace.num_experts)
+    show_steps(trace, load, topology, Costs(model=options.model, cluster=options.cluster), console)
 
 
 def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str, str]]:

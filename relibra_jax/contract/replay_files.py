@@ -8,6 +8,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from jaxtyping import Bool, Integer
 
+from relibra_jax.contract.recording import (
+    RECORDED_ARRAYS,
+    Recording,
+    recording_from_arrays,
+    recording_to_arrays,
+)
 from relibra_jax.contract.replay import check_replay, id_dtype
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.support.argument_types import checks_arguments
@@ -16,7 +22,13 @@ from relibra_jax.support.limits import check_memory
 
 
 @checks_arguments
-def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_experts: int) -> None:
+def save_replay(
+    path: str | os.PathLike[str],
+    replay: RoutingReplay,
+    *,
+    num_experts: int,
+    recording: Recording = Recording(),  # noqa: B008
+) -> None:
     """Save a replay as an ``.npz`` file, atomically.
 
     The file has the arrays ``routed_experts [tokens, L, K]`` (the real tokens, sample after sample, in the smallest
@@ -27,9 +39,11 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
         path: the file to write or replace. No suffix is added to the name.
         replay: a replay that `check_replay` accepts.
         num_experts: E, the number of logical experts of a layer.
+        recording: what a run recorded of the samples. Its parts become further arrays
+            (`relibra_jax.contract.recording.recording_to_arrays`), which `read_recording` reads.
 
     Raises:
-        ValueError: if `check_replay` rejects the replay. No file is written then.
+        ValueError: if `check_replay` rejects the replay, or the recording does not fit it. No file is written then.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -42,8 +56,9 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
     """
     check_replay(replay, num_experts=num_experts)
     mask = np.asarray(replay.mask)
-    # The optional array comes first, because a damaged entry of the archive's directory hides the entries behind it.
+    # Optional arrays come first, because a damaged entry of the archive's directory hides the entries behind it.
     arrays = {
+        **recording_to_arrays(recording, mask),
         "num_experts": np.int32(num_experts),
         "routed_experts": np.asarray(replay.expert_ids)[mask].astype(id_dtype(num_experts)),
         "lengths": mask.sum(axis=1, dtype=np.int32),
@@ -179,6 +194,28 @@ def read_token_ids(
     ids = np.zeros(mask.shape, rows.dtype)
     ids[mask] = rows
     return ids
+
+
+def read_recording(path: str | os.PathLike[str], mask: Bool[np.ndarray, "B T"]) -> Recording:
+    """Read what a run recorded of the samples of a replay file.
+
+    Args:
+        path: the file to read.
+        mask: the mask of its replay, as `load_replay` returns it.
+
+    Returns:
+        The recording, whose parts are None for arrays that the file does not have.
+
+    Raises:
+        ValueError: if the file is truncated or corrupt, or if
+            `relibra_jax.contract.recording.recording_from_arrays` rejects an array; the message names the file.
+        OSError: if the file does not exist or cannot be opened.
+    """
+    arrays = _unpack(path, RECORDED_ARRAYS)
+    try:
+        return recording_from_arrays(arrays, mask)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
 def _unpack(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, np.ndarray]:

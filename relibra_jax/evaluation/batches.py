@@ -53,10 +53,8 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
         raise ValueError(
             f"{trace.name} has no tokens in its {samples} samples, so there is no load to balance"
         )
-    if batching.bootstrap is None:
-        chosen = _cut(samples, batching, trace.name)
-    else:
-        chosen = _draw(trace, batching, batching.bootstrap)
+    bootstrap = batching.bootstrap
+    chosen = _cut(trace, batching) if bootstrap is None else _draw(trace, batching, bootstrap)
     tokens = [np.asarray(trace.replay.mask[part]).sum(1) for part in chosen]
     micro_batches = _count_micro_batches(batching, tokens, topology)
     return Batches(
@@ -68,13 +66,19 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
     )
 
 
-def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
+def _cut(trace: Trace, batching: Batching) -> list[np.ndarray]:
     """Return the indices of the samples of every batch, with each sample used once."""
+    samples, steps = len(trace.replay.mask), trace.recording.step
+    if batching.batch_size is None and steps is not None and steps.min() < steps.max():
+        by_step = [np.flatnonzero(steps == step) for step in np.unique(steps)]
+        rng = np.random.default_rng(batching.seed)
+        return [rng.permutation(part) if batching.order == "shuffled" else part for part in by_step]
     batch = max(1, samples // 2) if batching.batch_size is None else batching.batch_size
     check_integer("batch_size", batch, least=1)
     if batch > samples:
         raise ValueError(
-            f"batch_size={batch} exceeds the {samples} samples of {name}; set bootstrap to draw them with replacement"
+            f"batch_size={batch} exceeds the {samples} samples of {trace.name}; set bootstrap to draw them with"
+            " replacement"
         )
     order = np.arange(samples)
     if batching.order == "shuffled":
@@ -99,6 +103,7 @@ def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
 def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology: Topology) -> int:
     """Return the number of micro-batches of every batch. With a token budget, the fullest batch determines it."""
     micro_batches, budget = batching.micro_batches, batching.token_budget
+    fewest = min(map(len, tokens))
     if micro_batches is not None and budget is not None:
         raise ValueError(
             f"micro_batches={micro_batches} and token_budget={budget} exclude each other: give only one"
@@ -109,8 +114,8 @@ def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology:
             raise ValueError(f"token_budget={budget} is less than the {longest} tokens of the longest sample")
         return max(micro_batches_for(each, topology, tokens_per_rank=budget) for each in tokens)
     if micro_batches is None:
-        return max(1, len(tokens[0]) // (SAMPLES_PER_RANK * topology.num_ranks))
+        return max(1, fewest // (SAMPLES_PER_RANK * topology.num_ranks))
     check_integer("micro_batches", micro_batches, least=1)
-    if micro_batches > len(tokens[0]):
-        raise ValueError(f"micro_batches={micro_batches} exceeds the {len(tokens[0])} samples of a batch")
+    if micro_batches > fewest:
+        raise ValueError(f"micro_batches={micro_batches} exceeds the {fewest} samples of a batch")
     return micro_batches

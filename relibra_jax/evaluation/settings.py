@@ -58,7 +58,7 @@ class Batching:
     """
 
     batch_size: int | None = None
-    """The number of samples in a batch. None for half the trace."""
+    """The number of samples in a batch. None for the steps that the trace records, or else half the trace."""
     bootstrap: int | None = None
     """The number of batches to draw from the trace with replacement; needs batch_size, which may exceed the trace.
     Whole samples are drawn, from each domain in proportion to its size. None to cut the trace into batches, with each

@@ -8,6 +8,7 @@ tokens are correlated. They are drawn per domain, so that the shares of the doma
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.contract.recording import Recording
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.support.limits import check_integer, check_memory, check_seed
 from relibra_jax.traces.trace import Trace
@@ -42,6 +43,7 @@ def bootstrap(trace: Trace, samples: int, *, seed: int) -> Trace:
         note="; ".join(filter(None, (trace.note, note))),
         domain=trace.domain[drawn],
         token_ids=None if trace.token_ids is None else trace.token_ids[drawn],
+        recording=Recording(provenance=trace.recording.provenance),  # drawn batches mix the steps
     )
 
 

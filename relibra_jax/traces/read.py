@@ -9,7 +9,13 @@ from typing import Final
 
 import numpy as np
 
-from relibra_jax.contract.replay_files import load_replay, read_labels, read_token_ids, stored_num_experts
+from relibra_jax.contract.replay_files import (
+    load_replay,
+    read_labels,
+    read_recording,
+    read_token_ids,
+    stored_num_experts,
+)
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_memory
 from relibra_jax.support.suggestions import suggest_names
@@ -50,6 +56,7 @@ def read_trace(name: str | Path | None) -> Trace:
     Returns:
         The trace. Its note says if the number of experts was inferred. Its domains are the strings ``category [B]`` of
         the file, or else ``dataset [B]``. Its token ids are the integers ``token_ids [tokens]`` of the file, if any.
+        Its recording is as `relibra_jax.contract.recording.recording_from_arrays` reads it.
 
     Raises:
         ValueError: if there is no such trace; the message suggests similar names. Also if the file is truncated or
@@ -84,6 +91,7 @@ def _read(path: Path) -> Trace:
         note,
         category=next(iter(labels.values()), None),
         token_ids=read_token_ids(path, np.asarray(replay.mask)),
+        recording=read_recording(path, np.asarray(replay.mask)),
     )
 
 

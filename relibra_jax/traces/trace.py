@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from jaxtyping import Int, Integer, Shaped
 
+from relibra_jax.contract.recording import Recording
 from relibra_jax.contract.types import RoutingReplay
 
 ONE_DOMAIN: Final = "all"
@@ -30,6 +31,8 @@ class Trace(NamedTuple):
     """True if a generator drew the routing, False if it was recorded from a model."""
     token_ids: Integer[np.ndarray, "B T"] | None = None
     """The vocabulary id of every token, for predictors that know it; None if the trace has none."""
+    recording: Recording = Recording()
+    """What the run that made the trace recorded of its samples: steps, rewards, versions and provenance, if any."""
 
 
 def make_trace(
@@ -41,6 +44,7 @@ def make_trace(
     category: Shaped[np.ndarray, " B"] | None = None,
     synthetic: bool = False,
     token_ids: Integer[np.ndarray, "B T"] | None = None,
+    recording: Recording = Recording(),  # noqa: B008
 ) -> Trace:
     """Build a trace whose domains are the categories of its samples.
 
@@ -52,6 +56,7 @@ def make_trace(
         category: the name of each sample's domain. None puts all samples into one domain.
         synthetic: True if a generator drew the routing.
         token_ids: the vocabulary id of every token, if it is known.
+        recording: what a run recorded of the samples.
 
     Returns:
         The trace. Its domains are sorted by name.
@@ -64,7 +69,8 @@ def make_trace(
     category = np.full(len(replay.mask), ONE_DOMAIN) if category is None else category
     names, domain = np.unique(category, return_inverse=True)
     domains = tuple(map(str, names))
-    return Trace(replay, num_experts, name, note, domain.astype(np.int32), domains, synthetic, token_ids)
+    about = (replay, num_experts, name, note, domain.astype(np.int32), domains, synthetic)
+    return Trace(*about, token_ids, recording)
 
 
 def some_layers(trace: Trace, count: int) -> Trace:
