@@ -147,7 +147,15 @@ def test_compute_targets_masks_and_counts_samples_without_finite_values():
     scored = batch.finished & batch.usable
     rewards = Rewards(np.where(scored, batch.rewards, 0).astype(np.float32), scored, [])
     rollout = Rollout(
-        responses, batch.new_mask, ~batch.new_mask, batch.finished, lambda: rewards, None, 0, {}
+        responses,
+        batch.new_mask,
+        ~batch.new_mask,
+        batch.finished,
+        lambda: rewards,
+        None,
+        0,
+        {},
+        responses.tokens,
     )
     recomputed = RecomputeResult(nothing, None, old_values=values)
     targets, not_finite = compute_targets(config, rollout, rewards, recomputed)

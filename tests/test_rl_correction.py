@@ -69,7 +69,7 @@ def targets_of(config, ended):
     tokens, whole = np.zeros(RESPONSE.shape, np.int32), np.ones(8, bool)
     responses = Responses(tokens, everywhere, RESPONSE, ids, SAMPLED, ended)
     rewards = Rewards(np.arange(8, dtype=np.float32), whole, [])
-    rollout = Rollout(responses, RESPONSE, ~RESPONSE, whole, lambda: rewards, None, 0, {})
+    rollout = Rollout(responses, RESPONSE, ~RESPONSE, whole, lambda: rewards, None, 0, {}, tokens)
     return compute_targets(config, rollout, rewards, RecomputeResult(OLD, None))[0]
 
 

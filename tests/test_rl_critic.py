@@ -161,7 +161,9 @@ def values_and_bias(trainer, value, finished=(True, True, False, True)):
     responses = Responses(tokens, MASK[:4], response_mask, ids, log_probs, np.ones(4, bool))
     scored = np.array(finished)
     rewards = Rewards(np.array([1, 0.5, 0, 0], np.float32), scored, [])
-    rollout = Rollout(responses, response_mask, ~response_mask, scored, lambda: rewards, None, 0, {})
+    rollout = Rollout(
+        responses, response_mask, ~response_mask, scored, lambda: rewards, None, 0, {}, responses.tokens
+    )
     values = np.full(response_mask.shape, value, np.float32)
     recomputed = RecomputeResult(np.zeros_like(values), None, old_values=values)
     actual = initialize_critic(trainer.state, trainer.config, rollout, rewards, recomputed)

@@ -32,11 +32,12 @@ from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.contract.plan import replica_experts, resident_experts
 from relibra_jax.contract.planner import PlanRequest
-from relibra_jax.contract.replay_files import load_replay
+from relibra_jax.contract.recording import UNKNOWN
 from relibra_jax.contract.types import EMPTY, RoutingReplay
 from relibra_jax.evaluation import Ranks
 from relibra_jax.nnx import check_executed, get_homes
 from relibra_jax.planning.placement import place_experts
+from relibra_jax.traces.read import read_trace
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 # The tolerance is on the norm of the difference between two runs' parameters, relative to the norm of what the updates
@@ -205,10 +206,22 @@ def test_run_writes_metrics_report_checkpoint_and_trace(unbroken):
     speeds = [small().epochs * line["batch/tokens"] / line["time/update_seconds"] for line in steps]
     assert summary["update_tokens_per_second"] == pytest.approx(np.median(speeds))
     assert (unbroken / "training.png").read_bytes().startswith(b"\x89PNG")
-    replay, experts = load_replay(unbroken / "seed-0" / "replay.npz")
-    assert experts == 16
-    assert replay.mask.shape[0] == 64
-    assert replay.expert_ids.shape[2:] == (2, 2)
+    trace = read_trace(unbroken / "seed-0" / "replay.npz")
+    assert (trace.num_experts, trace.note) == (16, "")
+    assert trace.replay.mask.shape[0] == 64
+    assert trace.replay.expert_ids.shape[2:] == (2, 2)
+    step, prompt, rewards, versions, provenance = trace.recording
+    np.testing.assert_array_equal(step, np.repeat([2, 3], 32))
+    np.testing.assert_array_equal(prompt, np.tile(np.repeat(np.arange(8), 4), 2))
+    for line in learn_lines[1:]:
+        assert rewards[step == line["step"]].mean() == pytest.approx(line["reward/mean"])
+    sampled = versions != UNKNOWN
+    assert (versions[sampled] == np.broadcast_to(step[:, None], versions.shape)[sampled]).all()
+    assert sampled.sum(1).max() <= 7, "prompts have no version"
+    assert provenance["sizes"]["experts"] == 16
+    assert provenance["settings other than the defaults"]["record"] == 2
+    assert str(unbroken) not in json.dumps(provenance)
+    assert not list((unbroken / "seed-0").glob("routing-*"))
 
 
 @pytest.mark.slow
@@ -247,12 +260,19 @@ def test_killed_run_repeats_the_steps_since_its_checkpoint(unbroken, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "learn", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(folder, checkpoint_every=2)
+            run(folder, checkpoint_every=2, record=2)
     assert [line["step"] for line in numbers(folder)] == [0, 1, 1, 2]
     with (folder / "seed-0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "ki')
-    run(folder, checkpoint_every=2)
+    run(folder, checkpoint_every=2, record=2)
     assert numbers(folder) == numbers(unbroken)
+    with (
+        np.load(folder / "seed-0" / "replay.npz") as one,
+        np.load(unbroken / "seed-0" / "replay.npz") as other,
+    ):
+        assert one.files == other.files
+        for name in set(one.files) - {"provenance"}:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 @pytest.mark.long

@@ -224,7 +224,7 @@ class Train:
     checkpoint_every: int = 20
     """The number of steps between two checkpoints, in the warm-up too."""
     record: int = 0
-    """The number of last batches whose routing is saved as a trace in ``replay.npz``."""
+    """The number of last steps that are saved as a trace in ``replay.npz``, with rewards, versions and provenance."""
     writer: str | None = None
     """An additional writer of metrics, for example for Weights & Biases, as ``my_module:my_writer``.
     It is a function of a run's folder and settings that returns an object with ``log(metrics, step=)``."""

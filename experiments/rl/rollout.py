@@ -63,6 +63,9 @@ class Rollout(NamedTuple):
     prompt counts for each of its responses, although ranks run it once for several."""
     metrics: dict[str, Any]
     """The metrics of how the responses were sampled, by name."""
+    version: Int[Array, "B T"]
+    """The version of the weights that sampled each token. `UNSAMPLED` for tokens that were not sampled, and for those
+    that earlier steps sampled and windows carried, whose version is not kept."""
 
 
 class Sampler:
@@ -137,6 +140,7 @@ class Sampler:
                 **self._measure([generation]),
                 **self._measure_turns(responses, self.config.samples_at_once),
             },
+            version=generation.version,
         )
 
     def _dynamic_sampling(self, executor: Executor, clock: StepClock) -> Rollout:
@@ -193,6 +197,7 @@ class Sampler:
                 "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
                 "reward/equal_prompts": int((~differ[chosen]).sum()),
             },
+            version=np.where(responses.response_mask, self.state.step, UNSAMPLED),
         )
 
     def _windows(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
@@ -242,6 +247,7 @@ class Sampler:
                 "response/unfinished": int((~finished).sum()),
                 "response/most_policies": int(state.step - began[new_mask.any(1)].min() + 1),
             },
+            version=np.where(new_mask & responses.response_mask, state.step, UNSAMPLED),
         )
 
     def _window(self, rows: Carried, number: int, watch: Watch | None) -> Generation:

@@ -1,20 +1,15 @@
-"""The folder of a run: its settings, for resuming it, and the recorded routing of its last batches."""
+"""The folder of a run, and its settings, for resuming it."""
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-import jax
-import numpy as np
 from rich.console import Console
 
 from experiments.rl.configs import Train
 from experiments.rl.processes import is_first, on_any, process_count, text_from_first
 from experiments.rl.settings import flat, make_settings, plain_settings
-from relibra_jax.contract.replay_files import load_replay, save_replay
-from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.json_text import parse_json
 
@@ -92,34 +87,3 @@ def saved_config(folder: Path) -> Train:
         return make_settings(Train, flat(settings))
     except ValueError as error:
         raise ValueError(f"{path}: not the settings of a run: {error}") from error
-
-
-def save_routing(folder: Path, step: int, replay: RoutingReplay, *, num_experts: int) -> None:
-    """Save the routing of one step, for `join_routing`."""
-    save_replay(folder / f"routing-{step}.npz", replay, num_experts=num_experts)
-
-
-def join_routing(folder: Path, steps: Sequence[int]) -> None:
-    """Join the recorded routing of several steps into the trace ``replay.npz``, and delete the parts."""
-    parts = [part for step in steps if (part := folder / f"routing-{step}.npz").exists()]
-    if parts:
-        replays, num_experts = zip(*map(load_replay, parts), strict=True)
-        save_replay(folder / "replay.npz", join_replays(replays), num_experts=num_experts[0])
-    for part in parts:
-        part.unlink()
-
-
-def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
-    """Join the samples of several replays into one, padded to the longest.
-
-    >>> short, long = (RoutingReplay(np.ones((2, n, 1, 1), np.uint8), np.ones((2, n), bool)) for n in (3, 5))
-    >>> joined = join_replays([short, long])
-    >>> joined.expert_ids.shape, joined.mask.sum(1).tolist()
-    ((4, 5, 1, 1), [3, 3, 5, 5])
-    """
-    longest = max(replay.mask.shape[1] for replay in replays)
-
-    def widen(leaf: np.ndarray) -> np.ndarray:
-        return np.pad(leaf, [(0, 0), (0, longest - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
-
-    return jax.tree.map(lambda *leaves: np.concatenate([widen(leaf) for leaf in leaves]), *replays)

@@ -24,9 +24,10 @@ from experiments.rl.process_group import ProcessGroup, join_processes
 from experiments.rl.processes import check_same, is_first, on_any, process_count, wait_for_all
 from experiments.rl.progress import progress_bar, status_text
 from experiments.rl.provenance import save_start
+from experiments.rl.recording import describe_run, join_routing, save_routing
 from experiments.rl.report import write_report
 from experiments.rl.responses import whole_routes
-from experiments.rl.run_folder import join_routing, run_folder, save_config, save_routing
+from experiments.rl.run_folder import run_folder, save_config
 from experiments.rl.settings import plain_settings
 from experiments.rl.step_clock import profiled
 from experiments.rl.tasks import Task
@@ -170,7 +171,7 @@ def _run_trainer(run: _Run, seed: int, trainer: Trainer, folder: Path) -> bool:
         _save_model(trainer, folder, run.console)
     # After the last checkpoint: a run that is killed before this point gets here again, with all parts still there.
     if finished and is_first():
-        join_routing(folder, recorded)
+        join_routing(folder, recorded, describe_run(config, seed))
     return finished
 
 
@@ -228,7 +229,8 @@ def _train(
             if step in recorded and trainer.responses is not None:
                 replay = RoutingReplay(whole_routes(trainer.responses), trainer.responses.mask)
                 if is_first():
-                    save_routing(folder, step, replay, num_experts=config.model_config.num_experts)
+                    experts = config.model_config.num_experts
+                    save_routing(folder, step, replay, trainer.recording, num_experts=experts)
             if state.step % config.checkpoint_every == 0:
                 state.save(manager)
         if state.step == total and config.evaluation_batches:

@@ -21,6 +21,7 @@ from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN,
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import on_every_host
 from experiments.rl.prompts import Prompts, find_tokenizer
+from experiments.rl.recording import record_batch
 from experiments.rl.rewards import Rewards, mean_or_none, share_rewards
 from experiments.rl.rollout import Sampler
 from experiments.rl.stages import (
@@ -49,6 +50,7 @@ from experiments.rl.targets import compute_targets, initialize_critic
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import Tokenizer
 from experiments.rl.updates import check_forward, update_policy, update_values
+from relibra_jax.contract.recording import Recording
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
 
@@ -88,6 +90,8 @@ class Trainer:
         self.sampler = Sampler(config, seed, self.state, self.prompts)
         self.responses: Responses | None = None
         """The last responses, with the routing that was replayed. None before the first."""
+        self.recording = Recording()
+        """What was recorded of the last responses beside their routing. Empty before the first."""
         self.summary: str | None = None
         """The modelled time of the last batch, in five lines. None before the first, and without a price."""
 
@@ -179,6 +183,9 @@ class Trainer:
         at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
         num_tokens = int(rollout.responses.mask.sum())
         speed = measure_speed(num_tokens, clock)
+        self.recording = record_batch(
+            rollout, rewards, step=state.step, responses_per_prompt=config.responses_per_prompt
+        )
         state.step += 1
         state.carried = rollout.carried
         return {

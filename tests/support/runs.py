@@ -48,7 +48,15 @@ def update_from(trainer, stages, responses, rewards, recomputed):
     """Learn from whole responses, as if this step had sampled them, and return the metrics of the updates."""
     finished = np.ones(len(responses.tokens), bool)
     rollout = Rollout(
-        responses, responses.response_mask, ~responses.response_mask, finished, lambda: rewards, None, 0, {}
+        responses,
+        responses.response_mask,
+        ~responses.response_mask,
+        finished,
+        lambda: rewards,
+        None,
+        0,
+        {},
+        responses.tokens,
     )
     targets, _ = compute_targets(trainer.config, rollout, rewards, recomputed)
     return update_policy(trainer.state, trainer.config, stages, targets, recomputed)
