@@ -9,6 +9,8 @@ from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.traces.calibrate import calibrate, measure_likeness
 from relibra_jax.traces.calibrated import GPT_OSS_20B, SYNTHETIC, draw_trace
+from relibra_jax.traces.drawn_steps import TURN, changed_choices, draw_steps
+from relibra_jax.traces.drift import measure_drift
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.statistics import count_load, load_spread, pair_lift
 from relibra_jax.traces.trace import make_trace
@@ -134,3 +136,23 @@ def test_draw_trace_and_measure_likeness_reject_what_they_cannot_do(monkeypatch)
     monkeypatch.setattr("relibra_jax.support.limits.machine_memory", lambda: 2**20)
     with pytest.raises(ValueError, match=r"drawing 1024 samples x \d+ tokens x 8 layers of 32 experts needs"):
         draw_trace(GPT_OSS_20B)
+
+
+def test_an_update_changes_a_tenth_of_the_choices_of_the_same_tokens():
+    changed = changed_choices(SYNTHETIC["synthetic-128"], TURN, layers=4, tokens=512)
+    assert changed == pytest.approx(0.1, rel=0.15)
+
+
+def test_drawn_steps_drift_only_if_they_turn(monkeypatch):
+    monkeypatch.setattr("relibra_jax.traces.drawn_steps.MEDIAN_LENGTH", 64)
+    sizes = {"steps": 2, "prompts": 128, "responses_per_prompt": 1}
+    for turn, least, most in ((0.0, 0.0, 0.1), (0.5, 0.3, np.inf)):
+        trace = draw_steps(SYNTHETIC["synthetic-32"], turn=turn, **sizes)
+        assert trace.synthetic
+        check_replay(trace.replay, num_experts=32)
+        drift = measure_drift(count_load(trace.replay, 32), trace.recording.step, trace.recording.prompt)
+        more = drift.between.distance.mean() / drift.by_chance.distance.mean() - 1
+        assert least - 0.1 < more < most, turn
+    lengths = trace.replay.mask.sum(1)
+    assert np.median(lengths) == pytest.approx(64, rel=0.25)
+    assert (trace.recording.versions[trace.replay.mask] == np.repeat(trace.recording.step, lengths)).all()

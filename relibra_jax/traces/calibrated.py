@@ -151,15 +151,7 @@ def draw_trace(
     vectors *= calibration.factors / math.sqrt(calibration.dimensions)
     expert_ids = np.zeros((samples, longest, layers, top_k), dtype)
     for sample, length in enumerate(lengths):
-        token = rng.standard_normal((layers, length, calibration.dimensions), dtype=np.float32)
-        # The smallest Exp(1) / e^x has the same distribution as the largest x + Gumbel noise. The logarithm of 0 would
-        # warn.
-        noise = rng.standard_exponential((layers, length, num_experts), dtype=np.float32)
-        keys = np.log(np.maximum(noise, np.finfo(np.float32).tiny, out=noise), out=noise)
-        keys -= token @ vectors
-        keys -= taste[sample, :, None]
-        best = np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k]
-        expert_ids[sample, :length] = best.swapaxes(0, 1)
+        expert_ids[sample, :length] = draw_routes(taste[sample], vectors, length, top_k, rng)
     note = f"synthetic, seed {seed}, calibrated on {calibration.source}"
     return make_trace(
         RoutingReplay(expert_ids, np.arange(longest) < lengths[:, None]),
@@ -171,6 +163,32 @@ def draw_trace(
     )
 
 
+def draw_routes(
+    logits: Float[np.ndarray, "L E"],
+    vectors: Float[np.ndarray, "L D E"],
+    length: int | np.integer,
+    top_k: int,
+    rng: np.random.Generator,
+) -> Int[np.ndarray, "T L K"]:
+    """Draw the experts of the tokens of one sample.
+
+    Args:
+        logits: what all tokens of the sample have in common, in units of the noise.
+        vectors: the vectors of the experts, whose products with the normal vectors of tokens are added.
+        length: T, the number of tokens.
+        top_k: K, the number of experts of a token.
+        rng: the random generator; its state advances, by the same number of draws for all logits and vectors.
+    """
+    layers, dimensions, num_experts = vectors.shape
+    token = rng.standard_normal((layers, length, dimensions), dtype=np.float32)
+    # The smallest Exp(1) / e^x is distributed as the largest x + Gumbel noise. The logarithm of 0 would warn.
+    noise = rng.standard_exponential((layers, length, num_experts), dtype=np.float32)
+    keys = np.log(np.maximum(noise, np.finfo(np.float32).tiny, out=noise), out=noise)
+    keys -= token @ vectors
+    keys -= logits[:, None]
+    return np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k].swapaxes(0, 1)
+
+
 def _sample_logits(
     calibration: Calibration, samples: int, shape: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, "B L E"]]:
@@ -180,11 +198,13 @@ def _sample_logits(
     of_domain = rng.standard_normal((calibration.domains, *shape), dtype=np.float32) * np.float32(share[0])
     taste = rng.standard_normal((samples, *shape), dtype=np.float32) * np.float32(share[1])
     taste += of_domain[domain]
-    taste += calibration.popularity * rng.permuted(np.tile(_popularity(shape[1]), (shape[0], 1)), axis=-1)
+    taste += calibration.popularity * rng.permuted(
+        np.tile(popularity_quantiles(shape[1]), (shape[0], 1)), axis=-1
+    )
     return domain, taste
 
 
-def _popularity(num_experts: int) -> Float[np.ndarray, " E"]:
+def popularity_quantiles(num_experts: int) -> Float[np.ndarray, " E"]:
     """Return quantiles of a negative Gumbel variable of mean 0 and variance 1; layers permute them over the experts."""
     quantiles = np.log(-np.log1p(-(np.arange(num_experts) + 0.5) / num_experts))
     return (quantiles + np.euler_gamma) * math.sqrt(6) / math.pi

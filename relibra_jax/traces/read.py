@@ -20,6 +20,7 @@ from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_memory
 from relibra_jax.support.suggestions import suggest_names
 from relibra_jax.traces.calibrated import SYNTHETIC, Synthetic, draw_trace
+from relibra_jax.traces.drawn_steps import draw_steps
 from relibra_jax.traces.imbalance_benchmark import WORKLOADS, imbalance_benchmark
 from relibra_jax.traces.trace import Trace, make_trace
 
@@ -40,6 +41,7 @@ NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {
     "recorded": _recorded,
     **{name: functools.partial(imbalance_benchmark, name) for name in WORKLOADS},
     **{name: functools.partial(_synthetic, size) for name, size in SYNTHETIC.items()},
+    "synthetic-128-steps": functools.partial(draw_steps, SYNTHETIC["synthetic-128"]),
 }
 """Functions that read or draw the named traces, by name."""
 
