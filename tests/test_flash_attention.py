@@ -34,14 +34,16 @@ def inputs(queries, keys, heads, key_heads, width, *, samples=6):
     return arrays, first, np.where(rng.random(queries) < 0.1, first - 1, last)
 
 
-def oracle(query, key, value, first, last, cotangent):
-    """Return the output and the gradients of ``(output * cotangent).sum()`` in float64."""
+def oracle(query, key, value, first, last, cotangent, sinks=None):
+    """Return the output and the gradients of ``(output * cotangent).sum()`` in float64, with that of sinks if given."""
     groups, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5
     keys, values = (np.repeat(array, groups, axis=1) for array in (key, value))
     at = np.arange(len(key))
     visible = (first[:, None] <= at) & (at <= last[:, None])
     weights = np.where(visible, np.exp(np.einsum("qhd,khd->hqk", query, keys) * scale), 0)
-    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    of_sink = 0 if sinks is None else np.exp(sinks)[:, None, None]
+    total = np.maximum(weights.sum(-1, keepdims=True) + of_sink, 1e-300)
+    weights /= total
     of_weights = np.einsum("qhd,khd->hqk", cotangent, values)
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) * scale
     of_key, of_value = (
@@ -49,7 +51,10 @@ def oracle(query, key, value, first, last, cotangent):
         for of_keys, rows in ((of_scores, query), (weights, cotangent))
     )
     output, of_query = np.einsum("hqk,khd->qhd", weights, values), np.einsum("hqk,khd->qhd", of_scores, keys)
-    return output, of_query, of_key, of_value
+    if sinks is None:
+        return output, of_query, of_key, of_value
+    of_sinks = -(of_sink / total * (weights * of_weights).sum(-1, keepdims=True)).sum((1, 2))
+    return output, of_query, of_key, of_value, of_sinks
 
 
 def with_gradients(implementation, query, key, value, first, last, cotangent):
@@ -85,6 +90,24 @@ def check(implementation, arrays, first, last, dtype="float32"):
 def test_flash_attention_equals_attention_over_all_pairs(implementation, sizes, dtype):
     """There are several tiles and blocks, the last ones are partial, and some queries have no key."""
     check(implementation, *inputs(*sizes), dtype)
+
+
+@each_implementation
+def test_sinks_take_their_share_of_the_weights_and_get_gradients(implementation):
+    arrays, first, last = inputs(150, 270, 4, 2, 24)
+    sinks = np.array([-40.0, 0.5, 6.0, 40.0])
+    query, key, value, cotangent, of_sinks = (jnp.asarray(array, "float32") for array in (*arrays, sinks))
+
+    def attend(query, key, value, sinks):
+        return flash_attention(
+            query, key, value, first, last, sinks=sinks, block=BLOCK, implementation=implementation
+        )
+
+    with gpu_interpreter(implementation):
+        output, pull = jax.vjp(jax.jit(attend), query, key, value, of_sinks)
+        actual = output, *pull(cotangent)
+    for array, other in zip(actual, oracle(*arrays[:3], first, last, arrays[3], sinks), strict=True):
+        np.testing.assert_allclose(array, other, atol=2e-6 * np.abs(other).max())
 
 
 @each_implementation

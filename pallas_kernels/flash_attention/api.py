@@ -1,8 +1,9 @@
 """The public function for attention: it checks shapes, chooses an implementation, and calls it.
 
 To add an implementation, write a function ``(query, key, value, first, last, block)`` that JAX can differentiate and
-add it to `IMPLEMENTATIONS`; the tests run every entry. An implementation can rely on checked shapes and dtypes, on at
-least one query and one key, and on ranges that are empty or inside the keys.
+add it to `IMPLEMENTATIONS`; the tests run every entry. It returns the output, and the logarithm of the sum of each
+query's weights, float32 ``[T, heads]``. An implementation can rely on checked shapes and dtypes, on at least one query
+and one key, and on ranges that are empty or inside the keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from pallas_kernels.operands import Array, as_arrays, describe
 from pallas_kernels.triton.block_sizes import WIDEST_BYTES
 from pallas_kernels.varying_axes import match_varying_axes
 
-IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
+IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]]] = {
     "xla": flash_attention_xla,
     "triton": flash_attention_triton,
 }
@@ -38,6 +39,7 @@ def flash_attention(
     first: Array,
     last: Array,
     *,
+    sinks: Array | None = None,
     block: int = BLOCK,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -58,6 +60,8 @@ def flash_attention(
         last: the index of its last key, int32 ``[T]``. A query whose last key is before its first one has no key, and
             gets zeros. Ranges are cut at the ends of the keys. Any ranges give the right result; blocks are skipped if
             neighbouring queries have neighbouring ranges.
+        sinks: the score of each query head's attention sink, floating-point ``[heads]``: one more key, whose value is
+            zero (StreamingLLM, arXiv 2309.17453, section 3.2; GPT-OSS model card, arXiv 2508.10925). None for none.
         block: the number of tokens of a block of the XLA implementation, which holds the scores of a block of queries
             and a block of keys. The Triton kernels choose their own.
         implementation: the name of the implementation to run, a key of `IMPLEMENTATIONS`. None chooses "triton" on
@@ -80,6 +84,12 @@ def flash_attention(
     """
     query, key, value, first, last = as_arrays(query=query, key=key, value=value, first=first, last=last)
     _check_operands(query, key, value, first, last)
+    if sinks is not None:
+        (sinks,) = as_arrays(sinks=sinks)
+        if sinks.shape != query.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            raise ValueError(
+                f"sinks: expected floating [{query.shape[1]}] for queries {describe(query)}, found {describe(sinks)}"
+            )
     if block < 1:
         raise ValueError(f"block={block} must be at least 1")
     name = _choose(implementation, query)
@@ -88,7 +98,13 @@ def flash_attention(
     first, last = first.astype(jnp.int32), last.astype(jnp.int32)
     ranges = jnp.maximum(first, 0), jnp.minimum(last, len(key) - 1)
     operands = match_varying_axes(query, key, value, *ranges)
-    return IMPLEMENTATIONS[name](*operands, min(block, len(key)))
+    output, log_sum = IMPLEMENTATIONS[name](*operands, min(block, len(key)))
+    if sinks is None:
+        return output
+    log_sum, sinks = match_varying_axes(log_sum, sinks.astype(jnp.float32)[None])
+    # The share of the weights that the sink leaves to the keys.
+    share = jax.nn.sigmoid(log_sum - jnp.broadcast_to(sinks, log_sum.shape))
+    return (output.astype(jnp.float32) * share[..., None]).astype(output.dtype)
 
 
 def _choose(implementation: str | None, query: jax.Array) -> str:

@@ -5,6 +5,7 @@ host.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,27 +25,32 @@ from pallas_kernels.triton.block_sizes import attention_blocks
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention_triton(
     query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, last: jax.Array, block: int
-) -> jax.Array:
-    """Compute `flash_attention` for bfloat16, float16 or float32, with heads of at most `WIDEST_BYTES`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `flash_attention` for bfloat16, float16 or float32, with heads of at most `WIDEST_BYTES`.
+
+    Returns:
+        The output, and the logarithms of the sums of weights.
+    """
     return _forward(query, key, value, first, last, block)[0]
 
 
-def _forward(query: Any, key: Any, value: Any, first: Any, last: Any, _: int) -> tuple[jax.Array, Any]:
+def _forward(query: Any, key: Any, value: Any, first: Any, last: Any, _: int) -> tuple[Any, Any]:
     heads, (blocks, __) = _heads(query, key), attention_blocks(query, key)
     ranges = block_ranges(first, last, blocks.height, blocks.step)
     output, log_sum = attention_kernel(
         _rows(query), _rows(key), _rows(value), ranges, heads=heads, blocks=blocks
     )
     output, log_sum = output.reshape(query.shape), log_sum[:, : len(query)]
-    return output, (query, key, value, first, last, output, log_sum)
+    return (output, log_sum.T * math.log(2)), (query, key, value, first, last, output, log_sum)
 
 
-def _backward(_: int, saved: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward(_: int, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    gradient, of_log_sum = gradients
     query, key, value, first, last, output, log_sum = saved
     heads, (__, blocks) = _heads(query, key), attention_blocks(query, key)
     # The blocks are square, so one table of ranges serves both kernels.
     ranges = block_ranges(first, last, blocks.height, blocks.step)
-    mean = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).T
+    mean = ((output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1) - of_log_sum).T
     padding = [(0, 0), (0, len(ranges.first) - len(query))]
     of_output = OutputGradient(_rows(gradient), jnp.pad(log_sum, padding), jnp.pad(mean, padding))
     rows = _rows(query), _rows(key), _rows(value)

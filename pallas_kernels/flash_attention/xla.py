@@ -17,8 +17,8 @@ from pallas_kernels.varying_axes import match_varying_axes
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention_xla(
     query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, last: jax.Array, block: int
-) -> jax.Array:
-    """Compute `flash_attention` for any floating-point dtype."""
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `flash_attention` for any floating-point dtype, with the logarithms of the sums of weights."""
     return _forward(query, key, value, first, last, block)[0]
 
 
@@ -45,13 +45,16 @@ def _forward(query, key, value, first, last, block):
 
     outputs, log_sums = jax.lax.map(of_block, (queries, ranges))
     output = _from_blocks(outputs, query.shape)
-    return output, (query, key, value, first, last, output, log_sums)
+    log_sum = _from_blocks(log_sums[..., None], (*query.shape[:2], 1))[..., 0]
+    return (output, log_sum), (query, key, value, first, last, output, log_sums)
 
 
-def _backward(block, saved, gradient):
+def _backward(block, saved, gradients):
+    gradient, of_log_sum = gradients
     query, key, value, first, last, output, log_sums = saved
     queries, keys, values, ranges = _in_blocks(query, key, value, first, last, block)
     means = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1, keepdims=True)
+    means -= of_log_sum[..., None]
     gradients, means = (_query_blocks(array, key.shape[1], block) for array in (gradient, means))
 
     def of_block(sums, inputs):
