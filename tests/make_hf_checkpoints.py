@@ -2,6 +2,7 @@
 
     python tests/make_hf_checkpoints.py tests/golden/hf    # with torch 2.13 (CPU), transformers 5.23, safetensors 0.8
 
+That of GPT-OSS is from transformers 5.24, whose rotary positions are YaRN's and whose experts reach the clamp of 7.
 Weights are larger than at birth, and norms and biases not trivial, so that every one of them shows in the logits.
 """
 
@@ -37,6 +38,7 @@ GLM = {
     "topk_group": 1,
 }
 OLMOE = {"num_experts": 16, "intermediate_size": 8, "num_key_value_heads": 4, "head_dim": 4}
+GPT_OSS = {"num_local_experts": 16, "intermediate_size": 12, "sliding_window": 4}
 CHECKPOINTS = {
     "qwen3_moe": ("Qwen3Moe", {**SIZES, **SPARSE, "norm_topk_prob": True, "rope_theta": 1e6}, {}),
     "qwen3_moe_dense": ("Qwen3Moe", {**SIZES, **SPARSE, **DENSE}, {}),
@@ -52,6 +54,7 @@ CHECKPOINTS = {
     ),
     "glm4_moe": ("Glm4Moe", {**SIZES, **GLM}, {"max_shard_size": 30_000}),
     "olmoe": ("Olmoe", {**SIZES, **OLMOE, "eos_token_id": None, "pad_token_id": None}, {}),
+    "gpt_oss": ("GptOss", {**SIZES, **GPT_OSS}, {}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 16, "intermediate_size": 8}, {}),
 }
 
@@ -68,6 +71,10 @@ def make(folder: Path, name: str) -> None:
                 continue
             if "norm" in parameter_name:
                 value.copy_(1 + 0.2 * torch.randn_like(value))
+            elif parameter_name.endswith("sinks"):
+                value.copy_(torch.randn_like(value))
+            elif parameter_name.endswith("gate_up_proj_bias"):  # wide enough to be clamped at 7
+                value.copy_(6 * torch.randn_like(value))
             elif parameter_name.endswith("bias"):
                 value.copy_(0.3 * torch.randn_like(value))
             else:

@@ -5,7 +5,7 @@
     ...  # train; the balancer may move experts to other homes
     save_pretrained(model, "trained")  # writes Hugging Face's names in logical expert order
 
-The supported architectures are Qwen3-MoE, GLM-4.5, OLMoE and Mixtral (`relibra_jax.models.hf_config`).
+The supported architectures are Qwen3-MoE, GLM-4.5, OLMoE, Mixtral and GPT-OSS (`relibra_jax.models.hf_config`).
 """
 
 from relibra_jax.models.cache import Cache

@@ -1,4 +1,8 @@
-"""Grouped-query attention with rotary position embeddings, over whole sequences or a cache of keys and values."""
+"""Grouped-query attention with rotary position embeddings, over whole sequences or a cache of keys and values.
+
+Layers may have attention sinks and sliding windows (GPT-OSS model card, arXiv 2508.10925). Windows are data, so that one
+scan runs layers with and without. Neither goes through cuDNN.
+"""
 
 import functools
 from typing import Any, Final, Literal
@@ -6,6 +10,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from relibra_jax.contract.types import Array
@@ -13,6 +18,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.packed_attention import BLOCK, first_keys, packed_attention, split_attention
+from relibra_jax.models.rotary import rotate
 
 CUDNN_DTYPES: Final = ("bfloat16", "float16")
 """The dtypes that cuDNN's attention supports."""
@@ -58,6 +64,7 @@ class Attention(nnx.Module):
         self.key, self.value = (linear((width,), key, width, config.qkv_bias) for _ in range(2))
         self.out = linear(query, (width,), config.heads * config.head_width, config.out_bias)
         norm_heads = {None: None, "head": (1, 1), "width": (config.heads, config.kv_heads)}[config.qk_norm]
+        self.sinks = nnx.Param(jnp.zeros(config.heads, param_dtype)) if config.sinks else None
         self.query_norm = None if norm_heads is None else norm(norm_heads[0])
         self.key_norm = None if norm_heads is None else norm(norm_heads[1])
 
@@ -67,6 +74,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B t"],
         segments: Int[Array, "B t"] | None,
         cache: LayerCache | None,
+        window: Int[Array, ""] | None = None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None]:
@@ -79,6 +87,7 @@ class Attention(nnx.Module):
                 sequence holds one sample. Not used with a cache.
             cache: this layer's part of a cache that holds the earlier tokens and has columns for the new ones. None for
                 whole sequences.
+            window: the number of tokens, with itself, to which a token attends at most. None for all.
             parallel: the device mesh, whose platform decides between cuDNN and XLA.
 
         Returns:
@@ -88,27 +97,34 @@ class Attention(nnx.Module):
         key = self._rotate(_norm(self.key_norm, self.key(x)), positions)
         value = self.value(x)
         if cache is None:
-            attention = self._attend(query, key, value, segments, parallel)
+            attention = self._attend(query, key, value, segments, window, parallel)
         else:
             cache = cache.write(key, value)
-            attention = cache.attend(query, positions)
+            attention = cache.attend(query, positions, self._sinks, window)
         return self.out(attention), cache
 
-    def _attend(self, query, key, value, segments, parallel):
+    @property
+    def _sinks(self):
+        return None if self.sinks is None else self.sinks[...]
+
+    def _attend(self, query, key, value, segments, window, parallel):
         """Attend inside whole sequences. No array has an entry for every pair of tokens of more than one block."""
         tokens, kernel = parallel.token_spec, parallel.attention_implementation
-        on_ranks = functools.partial(jax.shard_map, mesh=parallel.mesh, in_specs=tokens, out_specs=tokens)
+        specs = (*(tokens,) * 4, PartitionSpec(), PartitionSpec())
+        on_ranks = functools.partial(jax.shard_map, mesh=parallel.mesh, in_specs=specs, out_specs=tokens)
+        arrays, special = (query, key, value, segments), (self._sinks, window)
         if parallel.split_sequences:
             if segments is None:
                 raise ValueError("split sequences need the sample of each token: pass PreparedBatch.packing")
             attend = functools.partial(split_attention, implementation=kernel)
-            return on_ranks(attend)(query, key, value, segments)
+            return on_ranks(attend)(*arrays, *special)
         implementation = attention_implementation(self.config, parallel)
         length = query.shape[1]
-        if length > BLOCK and (implementation == "xla" or segments is not None):
+        is_special = any(each is not None for each in special)
+        if is_special or (length > BLOCK and (implementation == "xla" or segments is not None)):
             # JAX has no public way to give cuDNN samples inside sequences other than a mask for all pairs of tokens.
             attend = functools.partial(packed_attention, block=BLOCK, implementation=kernel)
-            return on_ranks(attend)(query, key, value, segments)
+            return on_ranks(attend)(*arrays, *special)
         mask = None
         if segments is not None:
             mask = first_keys(segments)[:, None, :, None] <= jnp.arange(length)[None, None, None]
@@ -117,15 +133,8 @@ class Attention(nnx.Module):
         )
 
     def _rotate(self, x, positions):
-        """Apply rotary embeddings; element i of the first rotary half is rotated with element i of the second."""
-        rotary, rest = jnp.split(x, [self.config.rotary_width], axis=-1)
-        half = self.config.rotary_width // 2
-        rates = self.config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        angles = jnp.multiply.outer(positions.astype(jnp.float32), rates)[..., None, :]
-        first, second = jnp.split(rotary.astype(jnp.float32), 2, axis=-1)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        halves = (first * cos - second * sin, second * cos + first * sin)
-        return jnp.concatenate([*(half.astype(x.dtype) for half in halves), rest], axis=-1)
+        config = self.config
+        return rotate(x, positions, width=config.rotary_width, theta=config.rope_theta, yarn=config.yarn)
 
 
 def _norm(norm, x):

@@ -30,6 +30,8 @@ class Block(nnx.Module):
         self.experts = MoELayer(
             *(topology, config.width, config.expert_width, config.gating),
             shared_width=config.shared_width,
+            activation=config.activation,
+            expert_biases=config.expert_biases,
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
             fsdp_axis=fsdp_axis,
@@ -46,6 +48,7 @@ class Block(nnx.Module):
         cache: LayerCache | None,
         expert_ids: Integer[Array, "B t K"] | None,
         layer: PreparedLayer | LayerPlan | None,
+        window: Int[Array, ""] | None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None, MoEOutput]:
@@ -54,7 +57,7 @@ class Block(nnx.Module):
         if layer is not None:
             weights, x = self.experts.fetch(x, layer, parallel)
         attention, cache = self.attention(
-            *(self.attention_norm(x), positions, segments, cache), parallel=parallel
+            *(self.attention_norm(x), positions, segments, cache, window), parallel=parallel
         )
         x = x + attention
         moe_output = self.experts(
@@ -85,12 +88,13 @@ class DenseBlock(nnx.Module):
         positions: Int[Array, "B t"],
         segments: Int[Array, "B t"] | None,
         cache: LayerCache | None,
+        window: Int[Array, ""] | None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None]:
         """Run the layer; returns ``(x, cache)``."""
         attention, cache = self.attention(
-            *(self.attention_norm(x), positions, segments, cache), parallel=parallel
+            *(self.attention_norm(x), positions, segments, cache, window), parallel=parallel
         )
         x = x + attention
         inner = self.mlp_norm(x)

@@ -80,13 +80,25 @@ class LayerCache(NamedTuple):
         return self._replace(cache=self.cache._replace(keys=keys, values=values))
 
     def attend(
-        self, query: Float[Array, "B t query_heads width"], positions: Int[Array, "B t"]
+        self,
+        query: Float[Array, "B t query_heads width"],
+        positions: Int[Array, "B t"],
+        sinks: Float[Array, " query_heads"] | None = None,
+        window: Int[Array, ""] | None = None,
     ) -> Float[jax.Array, "B t query_heads width"]:
-        """Attend from the tokens at ``positions`` to all tokens of the cache up to these positions."""
+        """Attend from the tokens at ``positions`` to all tokens of the cache up to these positions.
+
+        Args:
+            query: the queries of the tokens.
+            positions: their positions in their samples.
+            sinks: the score of each head's attention sink. None for none.
+            window: the number of tokens, with itself, to which a token attends at most; the columns of earlier ones are
+                kept. None for all.
+        """
         rooms = _rooms(self.cache.positions.shape[1])
         branch = (self.cache.filled > jnp.array(rooms[:-1], jnp.int32)).sum()
         attend = [functools.partial(_attend_to_first, room) for room in rooms]
-        return jax.lax.switch(branch, attend, query, positions, self)
+        return jax.lax.switch(branch, attend, query, positions, sinks, window, self)
 
 
 def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertParallel) -> Cache:
@@ -163,7 +175,7 @@ def _rooms(columns: int) -> list[int]:
     return [*rooms[:-1], columns]
 
 
-def _attend_to_first(room, query, positions, layer_cache: LayerCache):
+def _attend_to_first(room, query, positions, sinks, window, layer_cache: LayerCache):
     cache, layer = layer_cache
     keys, values = (
         jax.lax.dynamic_slice(stored, (layer, 0, 0, 0, 0), (1, *stored.shape[1:3], room, stored.shape[4]))[
@@ -171,5 +183,22 @@ def _attend_to_first(room, query, positions, layer_cache: LayerCache):
         ].swapaxes(1, 2)
         for stored in (cache.keys, cache.values)
     )
-    causal = positions[:, None, :, None] >= cache.positions[:, None, None, :room]
-    return jax.nn.dot_product_attention(query, keys, values, mask=causal)
+    own, stored = positions[:, None, :, None], cache.positions[:, None, None, :room]
+    visible = stored <= own
+    if window is not None:
+        visible &= stored > own - window
+    if sinks is None:
+        return jax.nn.dot_product_attention(query, keys, values, mask=visible)
+    return _attend_with_sinks(query, keys, values, visible, sinks)
+
+
+def _attend_with_sinks(query, keys, values, visible, sinks):
+    """Attend as `jax.nn.dot_product_attention` does on every platform, with one more score for each head."""
+    samples, new, _, width = query.shape
+    grouped = query.reshape(samples, new, keys.shape[2], -1, width)
+    scores = jnp.einsum("bthgd,bshd->bhgts", grouped, keys, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.where(visible[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    of_sinks = sinks.astype(jnp.float32).reshape(1, *grouped.shape[2:4], 1, 1)
+    of_sinks = jnp.broadcast_to(of_sinks, (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, of_sinks], axis=-1))[..., :-1]
+    return jnp.einsum("bhgts,bshd->bthgd", weights.astype(values.dtype), values).reshape(query.shape)

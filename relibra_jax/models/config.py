@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike
 
 from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import MEMORY_KINDS
+from relibra_jax.models.rotary import Yarn
 from relibra_jax.support.argument_types import checks_arguments
 
 QK_NORMS: Final = (None, "head", "width")
@@ -28,7 +29,8 @@ class ModelConfig:
 
     Raises:
         ValueError: if ``heads`` is not a multiple of ``kv_heads``, the rotary part of a head is odd or empty,
-            ``qk_norm`` is not in `QK_NORMS`, a dtype is not in `FLOATS`, or all layers are dense.
+            ``qk_norm`` is not in `QK_NORMS`, a dtype is not in `FLOATS`, all layers are dense, or ``windows`` does not
+            have one number that is not negative for each layer.
 
     >>> gating = Gating(top_k=2, scores="softmax")
     >>> config = ModelConfig(width=64, layers=4, heads=4, kv_heads=2, head_width=16, num_experts=16, gating=gating,
@@ -55,6 +57,10 @@ class ModelConfig:
     """The hidden width F of an expert."""
     vocabulary: int
     """The vocabulary size V."""
+    activation: str = "swiglu"
+    """The function of an expert's gate and up, a key of `relibra_jax.execution.expert_mlp.ACTIVATIONS`."""
+    expert_biases: bool = False
+    """Whether the matrices of experts have biases."""
     shared_width: int = 0
     """The total hidden width of the shared experts; 0 for none."""
     dense_layers: int = 0
@@ -67,10 +73,17 @@ class ModelConfig:
     """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False
     """Whether attention's output projection has a bias."""
+    sinks: bool = False
+    """Whether each query head has an attention sink: a learned score that takes its share of the weights."""
+    windows: tuple[int, ...] = ()
+    """For each layer, the number of tokens, with itself, to which a token attends at most; 0 for all. Empty if all
+    layers attend to all tokens."""
     rotary_fraction: float = 1.0
     """The fraction of a head, from its start, to which rotary position embeddings apply."""
     rope_theta: float = 10_000.0
     """The base of the rotary position embeddings; a million in published models, whose contexts are long."""
+    yarn: Yarn | None = None
+    """The settings with which YaRN stretches the rotary position embeddings. None does not."""
     tied: bool = False
     """Whether the output head shares its weights with the embedding."""
     norm_epsilon: float = 1e-6
@@ -100,6 +113,10 @@ class ModelConfig:
             raise ValueError(f"head_width={self.head_width}{part} must be even and at least 2")
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm={self.qk_norm!r} must be one of {QK_NORMS}")
+        if self.windows and (len(self.windows) != self.layers or min(self.windows) < 0):
+            raise ValueError(
+                f"windows={self.windows} must have one number for each of {self.layers} layers, 0 or more"
+            )
         if not 0 <= self.dense_layers < self.layers:
             raise ValueError(
                 f"dense_layers={self.dense_layers} must be in 0..{self.layers - 1}: layers={self.layers}"

@@ -1,16 +1,19 @@
 """Export a `LanguageModel` as Hugging Face's tensors, in logical expert order, independent of the experts' homes.
 
 The tensors come one at a time from the sharded model, which is never gathered. An expert is read from the device that
-owns it; if several processes share the model, that device broadcasts it.
+owns it; if several processes share the model, that device broadcasts it. Where all experts of a layer are in one tensor
+(GPT-OSS), it is put together in host memory.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
@@ -40,24 +43,40 @@ def pretrained_tensors(
 
     Yields:
         The name and value of each tensor. A value is on one device of this process; an expert is on the device that
-        owns it if that device belongs to this process.
+        owns it if that device belongs to this process, and all experts of a layer are in host memory.
     """
+    config = model.config
+    fused: dict[str, np.ndarray] = {}
     state = nnx.to_pure_dict(nnx.state(model))
     home = get_homes(model)
-    for (path, index), parts in itertools.groupby(tensor_parts(model.config), _place):
+    for (path, index), parts in itertools.groupby(tensor_parts(config), _place):
         parameter: Any = functools.reduce(lambda tree, key: tree[key], path, state)
         if path == EXPERTS:
             value = _take_expert(parameter, index[0], int(home[index]))
         else:
             value = _take_dense(parameter, index)
         for part in parts:
-            shape = part.tensor_shape
-            options = {
-                "shape": shape,
-                "transposed": part.transposed,
-                "dtype": tensor_dtype(part, value.dtype, dtype),
-            }
-            yield part.name, _as_tensor(value, part.at[2:] if path == EXPERTS else (), **options)
+            own_dtype = tensor_dtype(part, value.dtype, dtype)
+            if path == EXPERTS:
+                whole = np.broadcast_to(False, part.tensor_shape)
+                options = {"shape": whole[part.rows].shape, "matrix": part.at[2], "bias": part.bias}
+                tensor = _as_expert_tensor(
+                    value, transposed=part.transposed, dtype=own_dtype, hidden=config.expert_width, **options
+                )
+            else:
+                tensor = _as_tensor(
+                    value, shape=part.tensor_shape, transposed=part.transposed, dtype=own_dtype
+                )
+            if part.rows:
+                whole = fused.setdefault(part.name, np.empty(part.tensor_shape, own_dtype))
+                whole[part.rows] = tensor
+            else:
+                yield part.name, tensor
+        if fused and index[1] == config.num_experts - 1:
+            host = jax.local_devices(backend="cpu")[0]
+            while fused:
+                name = next(iter(fused))
+                yield name, jax.device_put(fused.pop(name), host)
 
 
 def tensor_dtype(part: Part, own: DTypeLike, dtype: DTypeLike | None) -> jnp.dtype:
@@ -110,11 +129,28 @@ def _at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     return to_device(array[index])
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "transposed", "dtype", "hidden", "bias"))
+def _as_expert_tensor(
+    value: jax.Array,
+    *,
+    matrix: Any,
+    bias: bool,
+    hidden: int,
+    shape: tuple[int, ...],
+    transposed: bool,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Return a matrix of an expert ``[3, D, F + C]``, or its bias."""
+    value = to_device(value[matrix])
+    value = value[:, hidden:].reshape(-1)[: math.prod(shape)] if bias else value[:, :hidden]
+    return (value.T if transposed else value).reshape(shape).astype(dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "transposed", "dtype"))
 def _as_tensor(
-    value: jax.Array, index: tuple[Any, ...], *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike
+    value: jax.Array, *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
-    value = to_device(value[index])
+    value = to_device(value)
     value = value.reshape(shape[::-1]).T if transposed else value.reshape(shape)
     return value.astype(dtype)
 

@@ -1,14 +1,17 @@
 """The architectures of Hugging Face checkpoints that `LanguageModel` supports, and how to read and write their configs.
 
-They follow the configurations and models of `transformers` 5.23.
+They follow the configurations and models of `transformers` 5.23, GPT-OSS those of 5.24 (``models/gpt_oss``) and of
+https://github.com/openai/gpt-oss (``gpt_oss/torch/model.py``).
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from relibra_jax.execution.expert_mlp import CLAMP_ALPHA, CLAMP_LIMIT
 from relibra_jax.execution.gating import Gating
 from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.rotary import Yarn
 
 type Fields = Mapping[str, Any]
 """The fields of a ``config.json``."""
@@ -27,6 +30,10 @@ class Architecture(NamedTuple):
     """A function from a ``config.json`` to the `ModelConfig` fields that are specific to the architecture."""
     write: Callable[[ModelConfig], dict[str, Any]]
     """A function from a `ModelConfig` to the ``config.json`` fields that are specific to the architecture."""
+    yarn: bool = False
+    """Whether rotary positions may be stretched by YaRN."""
+    quantization: str | None = None
+    """The ``quant_method`` that the experts of a checkpoint may have, beside none."""
 
 
 def _first_dense(fields: Fields) -> int:
@@ -135,6 +142,78 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+PUBLISHED_YARN: Final[Fields] = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
+"""The rotary positions of a GPT-OSS model whose ``config.json`` does not say."""
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    layers = fields["num_hidden_layers"]
+    kinds = fields.get("layer_types") or [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
+    known = isinstance(kinds, list) and all(kind in (SLIDING, FULL) for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise ValueError(f"layer_types={kinds!r} must name {SLIDING} or {FULL} for each of {layers} layers")
+    return {
+        "gating": Gating(top_k=fields["num_experts_per_tok"], scores="softmax", router_bias=True),
+        "expert_width": fields["intermediate_size"],
+        "activation": "clamped_swiglu",
+        "expert_biases": True,
+        "qk_norm": None,
+        "qkv_bias": fields["attention_bias"],
+        "out_bias": fields["attention_bias"],
+        "sinks": True,
+        "windows": tuple(fields["sliding_window"] if kind == SLIDING else 0 for kind in kinds)
+        if SLIDING in kinds
+        else (),
+        "yarn": _yarn(fields.get("rope_parameters") or fields.get("rope_scaling") or PUBLISHED_YARN),
+    }
+
+
+def _yarn(rope: Fields) -> Yarn | None:
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return None
+    return Yarn(
+        factor=float(rope["factor"]),
+        first_context=rope["original_max_position_embeddings"],
+        fast_turns=float(rope.get("beta_fast") or 32),
+        slow_turns=float(rope.get("beta_slow") or 1),
+        whole=rope.get("truncate", True),
+    )
+
+
+def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    yarn = config.yarn
+    rope = {"rope_type": "default"} if yarn is None else {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "beta_fast": yarn.fast_turns,
+        "beta_slow": yarn.slow_turns,
+        "truncate": yarn.whole,
+        "original_max_position_embeddings": yarn.first_context,
+    }
+    windows = config.windows or (0,) * config.layers
+    return {
+        "num_local_experts": config.num_experts,
+        "intermediate_size": config.expert_width,
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.head_width,
+        "rope_scaling": rope,
+        "sliding_window": max(windows) or 128,
+        "layer_types": [SLIDING if window else FULL for window in windows],
+        "swiglu_limit": CLAMP_LIMIT,
+    }
+
+
 def _softmax(fields: Fields) -> Gating:
     return Gating(top_k=fields["num_experts_per_tok"], scores="softmax", normalise=fields["norm_topk_prob"])
 
@@ -191,6 +270,22 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             {"sliding_window": None, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0},
             _mixtral,
             _write_mixtral,
+        ),
+        "gpt_oss": Architecture(
+            "GptOssForCausalLM",
+            {
+                "attention_bias": True,
+                "head_dim": 64,
+                "sliding_window": 128,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": False,
+                "rope_theta": 150_000.0,
+            },
+            {"swiglu_limit": CLAMP_LIMIT, "swiglu_alpha": CLAMP_ALPHA, "partial_rotary_factor": 1.0},
+            _gpt_oss,
+            _write_gpt_oss,
+            yarn=True,
+            quantization="mxfp4",
         ),
     }
 )

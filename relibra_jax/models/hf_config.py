@@ -18,13 +18,15 @@ from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fie
 from relibra_jax.support.json_text import parse_json
 
 COMMON_REQUIRED: Final[Fields] = MappingProxyType(
-    {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
+    {"hidden_act": "silu", "attention_dropout": 0.0}
 )
 """The values that these fields must have, if present, in every architecture."""
 
 ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
 PLAIN_ROPE: Final = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-"""The keys that `ROPE_FIELDS` may contain; any other key means rotary scaling, which is not supported."""
+"""The keys that `ROPE_FIELDS` may contain; any other key means rotary scaling, of which YaRN alone is supported."""
+YARN_ROPE: Final = {"factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"}
+"""The further keys for YaRN."""
 
 
 def _is_int(least: int) -> Callable[[Any], bool]:
@@ -49,16 +51,26 @@ TYPES: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]]] = Mapp
                 "intermediate_size",
                 "n_group",
                 "topk_group",
+                "sliding_window",
+                "original_max_position_embeddings",
             ),
             _is_int(1),
         ),
         "an integer": (("first_k_dense_replace", "n_shared_experts"), _is_int(0)),
         "a number above 0": (
-            ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor"),
+            (
+                "rope_theta",
+                "rms_norm_eps",
+                "routed_scaling_factor",
+                "partial_rotary_factor",
+                "factor",
+                "beta_fast",
+                "beta_slow",
+            ),
             lambda value: type(value) in (int, float) and 0 < value < math.inf,
         ),
         "true or false": (
-            ("norm_topk_prob", "attention_bias", "tie_word_embeddings", "use_qk_norm"),
+            ("norm_topk_prob", "attention_bias", "tie_word_embeddings", "use_qk_norm", "truncate"),
             lambda value: type(value) is bool,
         ),
     }
@@ -93,6 +105,8 @@ def read_config(folder: str | Path) -> Fields:
 def saved_dtype(folder: str | Path) -> str | None:
     """Read the dtype of a checkpoint's tensors from its ``config.json``. None if it does not say.
 
+    Of a quantized checkpoint, whose tensors are saved without quantization, it is bfloat16.
+
     Args:
         folder: the folder of the checkpoint.
 
@@ -100,6 +114,8 @@ def saved_dtype(folder: str | Path) -> str | None:
         ValueError: if `read_config` rejects the file.
     """
     fields = read_config(folder)
+    if fields.get("quantization_config"):
+        return "bfloat16"
     return fields.get("dtype") or fields.get("torch_dtype")
 
 
@@ -139,7 +155,7 @@ def model_config(
 
     >>> model_config({"model_type": "llama"})
     Traceback (most recent call last):
-    ValueError: model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral
+    ValueError: model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral, gpt_oss
     """
     name = fields.get("model_type", "")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -225,6 +241,15 @@ def _rope(fields: Fields) -> dict[str, Any]:
     return {key: value for rope in both if isinstance(rope, dict) for key, value in rope.items()}
 
 
+def _supports_rope(architecture: Architecture, rope: Any) -> bool:
+    if not isinstance(rope, dict):
+        return False
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    if architecture.yarn and kinds and all(kind == "yarn" for kind in kinds):
+        return rope.keys() <= PLAIN_ROPE | YARN_ROPE
+    return rope.keys() <= PLAIN_ROPE and all(kind == "default" for kind in kinds)
+
+
 def _check_supported(name: str, fields: Fields, architecture: Architecture) -> None:
     required = {**COMMON_REQUIRED, **architecture.required}
     wrong = [
@@ -240,9 +265,13 @@ def _check_supported(name: str, fields: Fields, architecture: Architecture) -> N
     ]
     for field in ROPE_FIELDS:
         rope = fields.get(field) or {}
-        plain = isinstance(rope, dict) and rope.keys() <= PLAIN_ROPE
-        if not plain or any(rope.get(key) not in (None, "default") for key in ("rope_type", "type")):
-            wrong.append(f"{field}={rope!r} (must be without scaling)")
+        if not _supports_rope(architecture, rope):
+            other = " or by YaRN" if architecture.yarn else ""
+            wrong.append(f"{field}={rope!r} (must be without scaling{other})")
+    quantization = fields.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in (None, architecture.quantization):
+        wrong.append(f"quantization_config={quantization!r} (must be {architecture.quantization})")
     dense = fields.get("mlp_only_layers") or []
     if dense != list(range(len(dense) if isinstance(dense, list) else 0)):
         wrong.append(f"mlp_only_layers={dense!r} (must be the first layers, [0, 1, ...])")

@@ -4,16 +4,16 @@ A linear layer of a checkpoint is ``[outputs, inputs]``. In the model it is ``[i
 separate axes. Every entry of the map is therefore a reshape, with or without a transposition. Experts have their
 logical numbers; the homes determine the slot of each. Checkpoints store experts in two forms. Most have one tensor for
 each expert and matrix. In *fused* checkpoints all experts of a layer are in two tensors, as `transformers` 5 keeps them
-in memory and writes them on request.
+in memory and writes them on request. Those of GPT-OSS are always fused, but in another layout: ``[inputs, outputs]``,
+and with the columns of gate and up in turn.
 """
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from relibra_jax.execution.expert_mlp import DOWN, GATE, UP
 from relibra_jax.models.config import ModelConfig
 
-GATE, UP, DOWN = range(3)
-"""The matrices of an expert, in the order of ``[N, G, H, 3, D, F]``."""
 EXPERTS: Final = ("layers", "experts", "experts")
 """The path of the parameter that holds all experts in a model's state."""
 
@@ -34,25 +34,35 @@ class Part(NamedTuple):
     where ``expert`` is the logical number."""
     transposed: bool
     """Whether the part is ``[outputs, inputs]`` in the checkpoint and ``[inputs, outputs]`` in the parameter."""
+    bias: bool = False
+    """Whether the part is the bias of an expert's matrix, which is in the last columns of the parameter."""
 
 
 class Names(NamedTuple):
     """The names that an architecture gives to the MLP of a layer and to the matrices of an expert."""
 
     mlp: str = "mlp"
+    router: str = "gate"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
-NAMES: Final = {"mixtral": Names("block_sparse_moe", ("w1", "w3", "w2"))}
-"""The names of architectures that differ from Qwen3-MoE. All fused checkpoints use the names of Qwen3-MoE."""
+NAMES: Final = {
+    "mixtral": Names("block_sparse_moe", expert=("w1", "w3", "w2")),
+    "gpt_oss": Names(router="router"),
+}
+"""The names of architectures that differ from Qwen3-MoE. Checkpoints that `transformers` fuses on request use the names
+of Qwen3-MoE."""
+ALWAYS_FUSED: Final = {"gpt_oss"}
+"""The architectures all of whose checkpoints have fused experts, in a layout of their own."""
 
 
 def tensor_parts(config: ModelConfig, *, fused: bool = False) -> Iterator[Part]:
-    """Yield all parts of a model's parameters.
+    """Yield all parts of a model's parameters. The bias of an expert's matrix follows the matrix.
 
     Args:
         config: the model's sizes and its architecture, which determines the tensor names.
-        fused: whether the checkpoint stores the experts of a layer in two tensors.
+        fused: whether the checkpoint stores the experts of a layer in two tensors as `transformers` fuses them; not
+            for `ALWAYS_FUSED`.
 
     Yields:
         The parts, layer by layer, with the matrices of an expert together. Every part of a parameter comes exactly
@@ -85,7 +95,10 @@ def _layer_parts(layer: int, config: ModelConfig, names: Names, fused: bool) -> 
             yield part(f"mlp.{name}_proj.weight", shape, name, "kernel", transposed=True)
         return
     experts = ("experts", config.num_experts)
-    yield part(f"{names.mlp}.gate.weight", (config.num_experts, width), "experts", "router", transposed=True)
+    router = f"{names.mlp}.{names.router}"
+    yield part(f"{router}.weight", (config.num_experts, width), "experts", "router", transposed=True)
+    if config.gating.router_bias:
+        yield part(f"{router}.bias", experts[1:], "experts", "router_bias")
     if config.gating.correction_bias:
         yield part(f"{names.mlp}.gate.e_score_correction_bias", experts[1:], "experts", "correction_bias")
     if config.shared_width:
@@ -93,6 +106,9 @@ def _layer_parts(layer: int, config: ModelConfig, names: Names, fused: bool) -> 
             shared = part(f"{names.mlp}.shared_experts.{name}_proj.weight", shape, "experts", "shared")
             yield shared._replace(at=(index, matrix), transposed=matrix != DOWN)
     for expert in range(config.num_experts):
+        if config.architecture in ALWAYS_FUSED:
+            yield from _gpt_oss_expert(config, f"{prefix}.{names.mlp}.experts", index, expert)
+            continue
         for matrix in (GATE, UP, DOWN):
             place = _fused(config, expert, matrix) if fused else _separate(config, names, expert, matrix)
             name, shape, rows = place
@@ -119,6 +135,8 @@ def _attention_parts(config: ModelConfig, part) -> Iterator[Part]:
     yield part("self_attn.o_proj.weight", (width, query), "attention", "out", "kernel", transposed=True)
     if config.out_bias:
         yield part("self_attn.o_proj.bias", (width,), "attention", "out", "bias")
+    if config.sinks:
+        yield part("self_attn.sinks", (config.heads,), "attention", "sinks")
     if config.qk_norm is not None:
         head = config.head_width
         norm_width = {"q": head, "k": head} if config.qk_norm == "head" else {"q": query, "k": key}
@@ -145,6 +163,17 @@ def _fused(config: ModelConfig, expert: int, matrix: int):
         (experts, 2 * hidden, width),
         (expert, slice(matrix * hidden, (matrix + 1) * hidden)),
     )
+
+
+def _gpt_oss_expert(config: ModelConfig, prefix: str, layer: int, expert: int) -> Iterator[Part]:
+    experts, hidden, width = config.num_experts, config.expert_width, config.width
+    for matrix in (GATE, UP, DOWN):
+        name, inputs, outputs = ("down_proj", hidden, width) if matrix == DOWN else ("gate_up_proj", width, 2 * hidden)
+        columns = slice(None) if matrix == DOWN else slice(matrix, None, 2)
+        place = (EXPERTS, (layer, expert, matrix))
+        rows = (expert, slice(None), columns)
+        yield Part(f"{prefix}.{name}", (experts, inputs, outputs), rows, *place, matrix == DOWN)
+        yield Part(f"{prefix}.{name}_bias", (experts, outputs), (expert, columns), *place, False, bias=True)
 
 
 def _whole(name, shape, path, index=(), *, transposed=False) -> Part:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
@@ -230,22 +231,31 @@ class LanguageModel(nnx.Module):
         check_tokens("tokens", tokens, parallel)
         x = self._embed(tokens, parallel)
 
-        def dense(block, x, cache):
-            return *block(x, positions, segments, cache, parallel=parallel), None
+        def dense(block, x, cache, window):
+            return *block(x, positions, segments, cache, window, parallel=parallel), None
 
-        def moe(block, x, cache, expert_ids, layer):
+        def moe(block, x, cache, expert_ids, layer, window):
             x, cache, moe = block(
-                *(x, mask, positions, segments, cache, expert_ids, layer), parallel=parallel
+                *(x, mask, positions, segments, cache, expert_ids, layer, window), parallel=parallel
             )
             return x, cache, (moe.expert_ids, moe.router_logits, moe.slot_rows)
 
         scan = functools.partial(_scan, mesh=parallel.mesh, memory=config.activation_memory)
+        windows = _windows(config)
+        of_dense, of_moe = (None, None) if windows is None else jnp.split(windows, [config.dense_layers])
         if self.dense is not None:
-            x, cache, _ = scan(dense, self.dense, 0, x, cache)
-        x, cache, routed = scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
+            x, cache, _ = scan(dense, self.dense, 0, x, cache, of_dense)
+        x, cache, routed = scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers, of_moe)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
         return ModelOutput(ids, router_logits, slot_rows, self.norm(x)), cache
+
+
+def _windows(config: ModelConfig) -> Int[jax.Array, " layers"] | None:
+    """Return the window of each layer: for all tokens, more than there can be. None if no layer has one."""
+    if not config.windows:
+        return None
+    return jnp.array([window or np.iinfo(np.int32).max for window in config.windows], jnp.int32)
 
 
 def head_logits(

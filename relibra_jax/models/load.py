@@ -25,7 +25,7 @@ from relibra_jax.models.hf_config import load_config, read_config
 from relibra_jax.models.hf_tensors import EXPERTS, Part
 from relibra_jax.models.language_model import LanguageModel, abstract_model, model_maker
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
-from relibra_jax.models.tensor_files import TensorFiles
+from relibra_jax.models.mxfp4 import Mxfp4Files
 from relibra_jax.nnx import set_homes
 from relibra_jax.support.argument_types import checks_arguments
 
@@ -51,7 +51,7 @@ def load_pretrained(
 
     Args:
         folder: the folder with ``config.json`` and ``model.safetensors``, or with shards and their index. Experts may
-            be separate tensors or fused; values may be bfloat16, float16 or float32.
+            be separate tensors or fused; values may be bfloat16, float16 or float32, and experts of GPT-OSS MXFP4.
         mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
         topology: the expert-parallel group.
         home: the flat home slot of each expert. None places the experts in the order of their ids.
@@ -75,7 +75,7 @@ def load_pretrained(
         make = model_maker(config, topology, mesh, fsdp_axis=fsdp_axis, shard_dense=shard_dense)
         graph, shapes, shardings = abstract_model(make, mesh)
         check_device_memory(str(folder), shapes, shardings, mesh)
-        files = TensorFiles(folder)
+        files = Mxfp4Files(folder)
         parts, skipped = check_tensors(files, config, read_config(folder))
     if skipped:
         log.warning(
@@ -137,7 +137,9 @@ def _build_model(
 
 def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home) -> jax.Array:
     """Read the experts' array ``[L, N, G, H, 3, D, F]``, device by device."""
-    part_of = {part.at: part for part in parts}
+    parts_of = defaultdict(list)
+    for part in parts:
+        parts_of[part.at].append(part)
     layers, nodes, local, slots = shape.shape[:4]
     expert_at = np.argsort(home, axis=1).reshape(layers, nodes, local, slots)
     devices = defaultdict(list)
@@ -152,18 +154,29 @@ def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home)
         for layer, node, rank, slot in np.ndindex(*block.shape[:4]):
             at = tuple(begin + i for (begin, _), i in zip(place[:4], (layer, node, rank, slot), strict=True))
             for matrix in range(block.shape[4]):
-                part = part_of[at[0], int(expert_at[at]), matrix]
-                block[layer, node, rank, slot, matrix] = _take(part, read, shape)[inner]
+                parts_of_matrix = parts_of[at[0], int(expert_at[at]), matrix]
+                block[layer, node, rank, slot, matrix] = _take_matrix(parts_of_matrix, read, shape)[inner]
         arrays += [jax.device_put(block, device) for device in copies]
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, arrays)
 
 
+def _take_matrix(parts: list[Part], read, shape) -> np.ndarray:
+    """Read a matrix of an expert, followed by its bias if it has one."""
+    matrix, *biases = (_take(part, read, shape) for part in parts)
+    for bias in biases:
+        columns = np.zeros((len(matrix), shape.shape[-1] - matrix.shape[1]), shape.dtype)
+        columns.reshape(-1)[: bias.size] = bias
+        matrix = np.concatenate([matrix, columns], axis=1)
+    return matrix
+
+
 def _take(part: Part, read, shape) -> np.ndarray:
-    """Read one part in the dtype of its parameter and in its shape without the leading axes."""
+    """Read one part in the dtype of its parameter; if it is none of an expert, in its shape without the leading axes."""
     value = read(part.name, part.rows)
     value = value.T if part.transposed else value
-    inner = shape.shape[EXPERT_AXES:] if part.path == EXPERTS else shape.shape[len(part.at) :]
-    value = value.reshape(inner).astype(shape.dtype, copy=False)
+    if part.path != EXPERTS:
+        value = value.reshape(shape.shape[len(part.at) :])
+    value = value.astype(shape.dtype, copy=False)
     if not np.isfinite(value).all():
         raise ValueError(f"tensor {part.name}: a value is not finite in {shape.dtype.name}")
     return value

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_architectures import Fields
-from relibra_jax.models.hf_tensors import Part, tensor_parts
+from relibra_jax.models.hf_tensors import ALWAYS_FUSED, Part, tensor_parts
 from relibra_jax.models.tensor_files import TensorFiles, group_names
 from relibra_jax.support.limits import machine_memory
 
@@ -35,7 +35,8 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
             embedding. The message names all of them.
     """
     shapes = files.shapes()
-    fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
+    always_fused = config.architecture in ALWAYS_FUSED
+    fused = not always_fused and any(name.endswith("experts.gate_up_proj") for name in shapes)
     parts = list(tensor_parts(config, fused=fused))
     expected = {part.name: part.tensor_shape for part in parts}
     skipped = [name for name in shapes.keys() - expected.keys() if _is_unused(name, config, fields)]
@@ -59,7 +60,7 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
     if HEAD in skipped and not np.array_equal(files.read(HEAD), files.read(EMBEDDING)):
         problems.append(f"not equal although tie_word_embeddings is true: {HEAD} and {EMBEDDING}")
     if problems:
-        form = "fused" if fused else "separate"
+        form = "fused" if fused or always_fused else "separate"
         raise ValueError(
             f"{files.folder}: config.json describes a {config.architecture} model with {form} experts, but these"
             f" tensors do not match: {'; '.join(problems)}"

@@ -21,6 +21,8 @@ def packed_attention(
     key: Float[Array, "B T kv_heads width"],
     value: Float[Array, "B T kv_heads width"],
     segments: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    window: Int[Array, ""] | None = None,
     *,
     block: int = BLOCK,
     implementation: str | None = None,
@@ -33,6 +35,8 @@ def packed_attention(
         value: the values.
         segments: the sample of each token, for sequences that hold several samples one after another; EMPTY on padding,
             which attends to itself alone. None if every sequence holds one sample.
+        sinks: the score of each head's attention sink. None for none.
+        window: the number of tokens, with itself, to which a token attends at most. None for all.
         block: the number of tokens of a block of the XLA implementation.
         implementation: the implementation of `pallas_kernels.flash_attention`. None chooses by the device.
 
@@ -44,8 +48,9 @@ def packed_attention(
     first = jnp.zeros((samples, length), jnp.int32) if segments is None else first_keys(segments)
     first = (first + length * jnp.arange(samples, dtype=jnp.int32)[:, None]).reshape(-1)
     query_rows, keys, values = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    first = _inside_window(first, last, window)
     output = flash_attention(
-        query_rows, keys, values, first, last, block=block, implementation=implementation
+        *(query_rows, keys, values, first, last), sinks=sinks, block=block, implementation=implementation
     )
     return output.reshape(query.shape)
 
@@ -55,6 +60,8 @@ def split_attention(
     key: Float[jax.Array, "1 T kv_heads width"],
     value: Float[jax.Array, "1 T kv_heads width"],
     segments: Int[jax.Array, "1 T"],
+    sinks: Float[Array, " heads"] | None = None,
+    window: Int[Array, ""] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[jax.Array, "1 T heads width"]:
@@ -68,6 +75,8 @@ def split_attention(
         key: the keys.
         value: the values.
         segments: the sample of each token; EMPTY on padding.
+        sinks: the score of each head's attention sink. None for none.
+        window: the number of tokens, with itself, to which a token attends at most. None for all.
         implementation: the implementation of `pallas_kernels.flash_attention`. None chooses by the device.
 
     Returns:
@@ -78,8 +87,15 @@ def split_attention(
     last = (own_chunks(length)[:, None] * chunk + jnp.arange(chunk)[None]).reshape(-1)
     first = first_keys(gather_stream(segments[0])[None])[0, last]
     keys, values = (gather_stream(array[0]) for array in (key, value))
-    output = flash_attention(query[0], keys, values, first, last, block=chunk, implementation=implementation)
+    first = _inside_window(first, last, window)
+    output = flash_attention(
+        *(query[0], keys, values, first, last), sinks=sinks, block=chunk, implementation=implementation
+    )
     return output[None]
+
+
+def _inside_window(first: jax.Array, last: jax.Array, window: Array | None) -> jax.Array:
+    return first if window is None else jnp.maximum(first, last - window + 1)
 
 
 def first_keys(segments: Int[Array, "B T"]) -> Int[jax.Array, "B T"]:

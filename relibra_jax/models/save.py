@@ -45,7 +45,9 @@ def save_pretrained(
     dtype: DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Save a model as a checkpoint in Hugging Face's format, with separate experts in logical order.
+    """Save a model as a checkpoint in Hugging Face's format, with experts in logical order and without quantization.
+
+    Experts are separate tensors; those of GPT-OSS are fused.
 
     The folder appears only when it is complete. With several processes, all of them must call it; process 0 writes.
 
@@ -93,7 +95,7 @@ def _write_folder(folder: Path, tensors, sizes, fields, source, shard_bytes: int
 
 
 def _fields_of_source(source: str | Path, config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a source's config.json without layers for multi-token prediction, which are not saved."""
+    """Return the fields of a source's config.json without what is not saved: multi-token prediction, quantization."""
     fields = dict(read_config(source))
     source_config = load_config(source, dtype=config.dtype, param_dtype=config.param_dtype)
     if changed_fields := differences(source_config, config):
@@ -103,7 +105,8 @@ def _fields_of_source(source: str | Path, config: ModelConfig) -> dict[str, Any]
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if name in fields:
             fields[name] = 0
-    fields.pop("dtype", None)
+    for name in ("dtype", "quantization_config"):
+        fields.pop(name, None)
     return fields
 
 

@@ -1,5 +1,6 @@
 """Read and write the safetensors files of a checkpoint: one file, or shards with an index."""
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ class TensorFiles:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        # Gate and up of GPT-OSS are alternating columns of one entry, which is read once for both.
+        self._entry = functools.lru_cache(maxsize=1)(self._read_entry)
         self._files: dict[str, Any] = {}
         for path in _paths(self.folder):
             try:
@@ -57,8 +60,14 @@ class TensorFiles:
 
     def read(self, name: str, rows: tuple[int | slice, ...] = ()) -> np.ndarray:
         """Read a tensor, or the part of it that the index ``rows`` selects, in its own dtype."""
+        if any(isinstance(each, slice) and each.step is not None for each in rows):
+            return self._entry(name, rows[0])[rows[1:]]  # safetensors has no steps
         tensor = self._files[name].get_slice(name)
         return tensor[rows] if rows else tensor[:]
+
+    def _read_entry(self, name: str, index: int) -> np.ndarray:
+        """Read one entry along the first axis of a tensor."""
+        return self._files[name].get_slice(name)[index]
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -5,7 +5,8 @@ from the live router, which therefore still learns. ``layer(x, ...)`` routes liv
 later call can replay. The layer keeps nothing between calls. With a prepared plan
 (`relibra_jax.nnx.PreparedBatch.layers`) the layer only gathers and sends. Otherwise it prepares the plan itself.
 
-Expert weights are in home slots, ``[N, G, H, 3, D, F]``. The layer's `Homes` record which expert is in which slot, so
+Expert weights are in home slots, ``[N, G, H, 3, D, F]``, with biases in further columns if the experts have them
+(`relibra_jax.execution.expert_mlp`). The layer's `Homes` record which expert is in which slot, so
 that the layer can detect a plan with different homes.
 """
 
@@ -24,6 +25,7 @@ from relibra_jax.contract.plan import home_layout
 from relibra_jax.contract.replay import id_dtype
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.chunks import moe_layer_in_chunks
+from relibra_jax.execution.expert_mlp import ACTIVATIONS, GeneralMlp, expert_columns
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
 from relibra_jax.execution.moe import ExpertMlp, moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
@@ -62,7 +64,9 @@ class MoELayer(nnx.Module):
         width: D, the width of the tokens.
         expert_width: F, the hidden width of an expert.
         gating: the rule by which tokens choose experts. `relibra_jax.execution.gating.GATINGS` has presets.
-        shared_width: the hidden width of a shared expert that every token also uses; 0 for none.
+        shared_width: the hidden width of a shared SwiGLU expert that every token also uses; 0 for none.
+        activation: the function of gate and up, a key of `relibra_jax.execution.expert_mlp.ACTIVATIONS`.
+        expert_biases: whether gate, up and down of the experts have biases, which are 0 at first.
         home: flat home slot of each expert. None places the experts in the order of their ids.
         dtype: the dtype of the computation. None takes that of ``x``.
         param_dtype: the dtype of the parameters.
@@ -71,11 +75,12 @@ class MoELayer(nnx.Module):
             distributes them.
         fsdp_axis: another mesh axis over which each expert is sharded along D. None if there is none.
         expert_mlp: the function with which every rank computes its rows, hashable. None takes
-            `pallas_kernels.grouped_mlp`.
+            `pallas_kernels.grouped_mlp`, or `relibra_jax.execution.expert_mlp.GeneralMlp` for experts with biases or
+            another activation.
         rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:
-        ValueError: if the gating does not fit the number of experts.
+        ValueError: if the gating does not fit the number of experts, or the activation is unknown.
 
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
@@ -98,6 +103,8 @@ class MoELayer(nnx.Module):
         gating: Gating,
         *,
         shared_width: int = 0,
+        activation: str = "swiglu",
+        expert_biases: bool = False,
         home: Int[Array, " E"] | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -107,7 +114,12 @@ class MoELayer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_gating(gating, topology.num_experts)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        if expert_mlp is None and (expert_biases or activation != "swiglu"):
+            expert_mlp = GeneralMlp(activation=activation, expert_width=expert_width, biases=expert_biases)
         self.expert_mlp = expert_mlp
+        self.expert_columns = expert_columns(width, expert_width, biases=expert_biases)
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
 
@@ -121,9 +133,8 @@ class MoELayer(nnx.Module):
         home = jnp.arange(num_experts, dtype=jnp.int32) if home is None else jnp.asarray(home, jnp.int32)
         self.home = Homes(make(_same)(home))
         self.router = nnx.Param(make(_router_weights, width, num_experts, param_dtype)(rngs.params()))
-        weights = make(_expert_weights, topology, width, expert_width, param_dtype, spec=spec)(
-            rngs.params(), home
-        )
+        sizes = (width, expert_width, self.expert_columns, param_dtype)
+        weights = make(_expert_weights, topology, *sizes, spec=spec)(rngs.params(), home)
         # The weights are already sharded. With eager sharding Flax would need a mesh in its context.
         self.experts = ExpertParam(
             weights, out_sharding=tuple(spec), eager_sharding=False, compute_dtype=dtype
@@ -265,7 +276,7 @@ class MoELayer(nnx.Module):
 
     def _check(self, x, expert_ids, plan, parallel: ExpertParallel, mask) -> None:
         topology = parallel.topology
-        layout = (*parallel.ranks, topology.home_slots, 3, self.width, self.expert_width)
+        layout = (*parallel.ranks, topology.home_slots, 3, self.width, self.expert_columns)
         groups = len(parallel.data_axes) if self.experts.ndim > len(layout) else 0
         check_shape("expert weights", self.experts.shape, (*self.experts.shape[:groups], *layout))
         tokens = tuple(x.shape[:-1])
@@ -319,9 +330,12 @@ def _router_weights(width: int, num_experts: int, dtype: np.dtype, key) -> jax.A
     return (jax.random.normal(key, (width, num_experts)) * width**-0.5).astype(dtype)
 
 
-def _expert_weights(topology: Topology, width: int, hidden: int, dtype: np.dtype, key, home) -> jax.Array:
+def _expert_weights(
+    topology: Topology, width: int, hidden: int, columns: int, dtype: np.dtype, key, home
+) -> jax.Array:
     def one(expert):
-        return _swiglu_weights(width, hidden, dtype, jax.random.fold_in(key, expert))
+        weights = _swiglu_weights(width, hidden, dtype, jax.random.fold_in(key, expert))
+        return jnp.pad(weights, [(0, 0), (0, 0), (0, columns - hidden)])
 
     return jax.vmap(jax.vmap(jax.vmap(one)))(home_layout(home, topology))
 
