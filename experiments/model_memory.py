@@ -46,6 +46,15 @@ GLM: Final = {
     "vocab_size": 151552,
     "rope_theta": 1e6,
 }
+GPT_OSS: Final = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+}
 PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "OLMoE-1B-7B": {
@@ -58,6 +67,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "num_experts_per_tok": 8,
             "vocab_size": 50304,
         },
+        "GPT-OSS-20B": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
         "Qwen3-30B-A3B": {
             **QWEN3,
             "hidden_size": 2048,
@@ -85,6 +95,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "first_k_dense_replace": 1,
             "n_routed_experts": 128,
         },
+        "GPT-OSS-120B": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
         "Qwen3-235B-A22B": {
             **QWEN3,
             "hidden_size": 4096,
@@ -111,7 +122,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters of all routed experts, and all other parameters."""
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=config.num_experts, replica_slots=0)
-    experts = 3 * config.moe_layers * config.num_experts * config.width * config.expert_width
+    experts = config.moe_layers * config.num_experts * config.expert_size
     return experts, rank_parameters(RunSizes(config=config, topology=topology)).all - experts
 
 

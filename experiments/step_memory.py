@@ -150,7 +150,7 @@ class _Arrays:
         self.target += sizes.critic * self.width * config.width
         self.hidden = self.width * self.tokens * config.width
         self.rows = math.ceil(SPARE_ROWS * self.tokens * config.top_k) if sizes.rows is None else sizes.rows
-        self.expert = self.width * 3 * config.width * config.expert_width
+        self.expert = self.width * config.expert_size
         self.vocabulary = config.width * config.vocabulary if self.tokens else 0
         chunks = max(1, -(-self.tokens // CHUNK))
         # XLA takes the only step of a loop out of the loop, and then keeps one more array.
@@ -279,7 +279,7 @@ def _live_items(sizes: RunSizes, arrays: _Arrays) -> Items:
 def _generation_items(sizes: RunSizes) -> dict[str, Items]:
     config, topology = sizes.config, sizes.topology
     wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses, sizes.chunk_tokens)
-    experts = config.moe_layers * topology.home_slots * 3 * config.width * config.expert_width // sizes.fsdp
+    experts = config.moe_layers * topology.home_slots * config.expert_size // sizes.fsdp
     gathered = GatheredWeights(
         layer=rank_parameters(sizes).layer,
         embedding=config.width * config.vocabulary if sizes.shard_dense else 0,

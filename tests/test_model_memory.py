@@ -51,6 +51,8 @@ def make_topology(nodes=1, ranks=4, **changes):
     ("name", "billions", "tolerance"),
     [
         ("OLMoE-1B-7B", 6.92, 0.01),
+        ("GPT-OSS-20B", 20.91, 0.01),
+        ("GPT-OSS-120B", 116.83, 0.01),
         ("Qwen3-30B-A3B", 30.5, 0.05),
         ("Qwen3-235B-A22B", 235, 0.5),
         ("Mixtral-8x7B", 46.7, 0.05),

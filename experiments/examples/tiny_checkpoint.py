@@ -59,7 +59,7 @@ def make_checkpoint(
 
     Args:
         folder: the folder to create.
-        architecture: the architecture of the model: qwen3_moe, glm4_moe, olmoe or mixtral.
+        architecture: the architecture of the model: qwen3_moe, glm4_moe, olmoe, mixtral or gpt_oss.
         seed: the seed of the weights.
         head_width: the width of a head. Some engines have attention for widths of 64 or 128 alone.
         policy: the policy that has the other sizes, as ``--policy`` of a run names it.
@@ -81,8 +81,8 @@ def make_checkpoint(
     fields = {**config_fields(sizes), "model_type": architecture}
     if architecture == "glm4_moe":
         fields |= {"n_routed_experts": sizes.num_experts, "intermediate_size": 96, "attention_bias": True}
-    elif architecture == "mixtral":
-        fields |= {"num_local_experts": sizes.num_experts}
+    elif architecture in ("mixtral", "gpt_oss"):
+        fields |= {"num_local_experts": sizes.num_experts, "attention_bias": architecture == "gpt_oss"}
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=sizes.num_experts, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:1])
     model = make_model(model_config(fields), topology, mesh=mesh, key=jax.random.key(seed))

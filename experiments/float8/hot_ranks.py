@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 from experiments.float8.grouped_mlp import grouped_mlp_float8
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import LayerPlan, Plan
+from relibra_jax.execution.expert_mlp import GeneralMlp
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.nnx import MoELayer
 from relibra_jax.support.limits import check_integer, check_not_negative
@@ -105,6 +106,9 @@ def in_float8[Module: nnx.Module](model: Module, rule: HotRanks) -> Module:
         model: the model, with any number of `MoELayer`.
         rule: the rule for which ranks are hot.
 
+    Raises:
+        ValueError: if experts have biases, or another activation than SwiGLU.
+
     >>> from relibra_jax import Topology
     >>> from relibra_jax.nnx import GATINGS
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
@@ -115,5 +119,7 @@ def in_float8[Module: nnx.Module](model: Module, rule: HotRanks) -> Module:
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, MoELayer):
+            if isinstance(module.expert_mlp, GeneralMlp):
+                raise ValueError(f"experts have {module.expert_mlp}, but float8 is for SwiGLU without biases")
             module.expert_mlp = rule
     return model

@@ -61,7 +61,7 @@ def flash_attention(
             gets zeros. Ranges are cut at the ends of the keys. Any ranges give the right result; blocks are skipped if
             neighbouring queries have neighbouring ranges.
         sinks: the score of each query head's attention sink, floating-point ``[heads]``: one more key, whose value is
-            zero (StreamingLLM, arXiv 2309.17453, section 3.2; GPT-OSS model card, arXiv 2508.10925). None for none.
+            zero (StreamingLLM, arXiv 2309.17453; GPT-OSS, arXiv 2508.10925). None for none.
         block: the number of tokens of a block of the XLA implementation, which holds the scores of a block of queries
             and a block of keys. The Triton kernels choose their own.
         implementation: the name of the implementation to run, a key of `IMPLEMENTATIONS`. None chooses "triton" on

@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary position embeddings, over whole sequences or a cache of keys and values.
 
-Layers may have attention sinks and sliding windows (GPT-OSS model card, arXiv 2508.10925). Windows are data, so that one
-scan runs layers with and without. Neither goes through cuDNN.
+Layers may have attention sinks and sliding windows (GPT-OSS, arXiv 2508.10925). Windows are data, so that one scan runs
+layers with and without them. Attention with either is `pallas_kernels.flash_attention` at every length.
 """
 
 import functools

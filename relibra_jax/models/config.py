@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from relibra_jax.execution.expert_mlp import expert_columns
 from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.models.rotary import Yarn
@@ -131,6 +132,12 @@ class ModelConfig:
     def top_k(self) -> int:
         """The number of experts K of a token."""
         return self.gating.top_k
+
+    @property
+    def expert_size(self) -> int:
+        """The number of elements of an expert's array: its parameters, and zeros beside biases if F is not D."""
+        columns = expert_columns(self.width, self.expert_width, biases=self.expert_biases)
+        return 3 * self.width * columns
 
     @property
     def rotary_width(self) -> int:

@@ -147,9 +147,7 @@ def _as_expert_tensor(
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "transposed", "dtype"))
-def _as_tensor(
-    value: jax.Array, *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike
-) -> jax.Array:
+def _as_tensor(value: jax.Array, *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike) -> jax.Array:
     value = to_device(value)
     value = value.reshape(shape[::-1]).T if transposed else value.reshape(shape)
     return value.astype(dtype)

@@ -193,14 +193,18 @@ def _yarn(rope: Fields) -> Yarn | None:
 
 def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     yarn = config.yarn
-    rope = {"rope_type": "default"} if yarn is None else {
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "beta_fast": yarn.fast_turns,
-        "beta_slow": yarn.slow_turns,
-        "truncate": yarn.whole,
-        "original_max_position_embeddings": yarn.first_context,
-    }
+    rope = (
+        {"rope_type": "default"}
+        if yarn is None
+        else {
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "beta_fast": yarn.fast_turns,
+            "beta_slow": yarn.slow_turns,
+            "truncate": yarn.whole,
+            "original_max_position_embeddings": yarn.first_context,
+        }
+    )
     windows = config.windows or (0,) * config.layers
     return {
         "num_local_experts": config.num_experts,

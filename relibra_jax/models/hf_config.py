@@ -17,9 +17,7 @@ from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fields
 from relibra_jax.support.json_text import parse_json
 
-COMMON_REQUIRED: Final[Fields] = MappingProxyType(
-    {"hidden_act": "silu", "attention_dropout": 0.0}
-)
+COMMON_REQUIRED: Final[Fields] = MappingProxyType({"hidden_act": "silu", "attention_dropout": 0.0})
 """The values that these fields must have, if present, in every architecture."""
 
 ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")

@@ -168,7 +168,9 @@ def _fused(config: ModelConfig, expert: int, matrix: int):
 def _gpt_oss_expert(config: ModelConfig, prefix: str, layer: int, expert: int) -> Iterator[Part]:
     experts, hidden, width = config.num_experts, config.expert_width, config.width
     for matrix in (GATE, UP, DOWN):
-        name, inputs, outputs = ("down_proj", hidden, width) if matrix == DOWN else ("gate_up_proj", width, 2 * hidden)
+        name, inputs, outputs = (
+            ("down_proj", hidden, width) if matrix == DOWN else ("gate_up_proj", width, 2 * hidden)
+        )
         columns = slice(None) if matrix == DOWN else slice(matrix, None, 2)
         place = (EXPERTS, (layer, expert, matrix))
         rows = (expert, slice(None), columns)

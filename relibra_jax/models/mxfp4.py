@@ -1,10 +1,10 @@
 """Reading of tensors in MXFP4, the format of the experts in GPT-OSS checkpoints, as ordinary tensors.
 
-A tensor is stored as ``NAME_blocks`` and ``NAME_scales`` (OCP Microscaling Formats v1.0, sections 5.3 and 6.3; stored as
-in https://github.com/openai/gpt-oss, gpt_oss/torch/weights.py). A block is 32 numbers of four bits along the inputs of
-the matrix, two in a byte, the first one in the low bits: a sign, two bits of exponent and one of mantissa. Its scale is
-a power of two, ``2^(byte - 127)``; 255 is NaN. The matrix is stored as ``[outputs, inputs]``, and Hugging Face's tensor
-``NAME`` is ``[inputs, outputs]``.
+The format is that of the OCP Microscaling Formats (MX) Specification 1.0. A tensor is stored as ``NAME_blocks`` and
+``NAME_scales`` (https://github.com/openai/gpt-oss, gpt_oss/torch/weights.py). A block is 32 numbers of four bits along
+the inputs of the matrix, two in a byte, the first one in the low bits: a sign, two bits of exponent and one of
+mantissa. Its scale is a power of two, ``2^(byte - 127)``; 255 is NaN. The matrix is stored as ``[outputs, inputs]``,
+while Hugging Face's tensor ``NAME`` without MXFP4 is ``[inputs, outputs]``.
 """
 
 import functools
@@ -77,7 +77,9 @@ class Mxfp4Files(TensorFiles):
     def _read_entry(self, name: str, index: int) -> np.ndarray:
         if name not in self._encoded:
             return super()._read_entry(name, index)
-        blocks, scales = (super(Mxfp4Files, self)._read_entry(name + part, index) for part in (BLOCKS, SCALES))
+        blocks, scales = (
+            super(Mxfp4Files, self)._read_entry(name + part, index) for part in (BLOCKS, SCALES)
+        )
         return decode_mxfp4(blocks, scales).swapaxes(-1, -2)
 
     @functools.cached_property

@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864), and their stretching to longer contexts by YaRN.
 
 Element i of the first rotary half of a head is rotated with element i of the second, by the position times ``rate_i``,
-where ``rate_i = theta^(-i / half)``. YaRN (arXiv 2309.00071, sections 3.2 to 3.4) divides the rates of slow rotations by
-a factor and leaves fast ones as they are, with a linear ramp between them, and multiplies queries and keys.
+where ``rate_i = theta^(-i / half)``. YaRN (arXiv 2309.00071, section 3) divides the rates of slow rotations by a factor
+and leaves those of fast ones as they are, with a linear ramp between them, and multiplies queries and keys by a number.
 """
 
 import math

@@ -4,7 +4,7 @@ from relibra_jax.contract.types import Plan
 from relibra_jax.execution import fetch_replicas, moe_layer, prepare_layer, push_residents
 
 
-def run_layer(x, ids, gates, experts, plan, parallel):
+def run_layer(x, ids, gates, experts, plan, parallel, *, expert_mlp=None):
     """Return the output of one layer of one micro-batch.
 
     The function also pushes the residents of this layer. So if it is differentiated, the residents' gradients are part
@@ -16,6 +16,7 @@ def run_layer(x, ids, gates, experts, plan, parallel):
         experts: the home experts ``[N, G, H, 3, D, F]``.
         plan: the layer plan ``[*data, ...]``.
         parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
+        expert_mlp: the function with which every rank computes its rows, as for `moe_layer`.
     """
     layer = prepare_layer(ids, plan, parallel)
     if parallel.topology.resident_slots:
@@ -24,4 +25,4 @@ def run_layer(x, ids, gates, experts, plan, parallel):
         of_batch = Plan(slots[None, None], home[None], slots[None, None])
         layer = layer._replace(residents=push_residents([experts], of_batch, parallel).layer(0))
     layer_experts, x = fetch_replicas(experts, layer, x, parallel)
-    return moe_layer(x, ids, gates, layer_experts, layer, parallel).output
+    return moe_layer(x, ids, gates, layer_experts, layer, parallel, expert_mlp=expert_mlp).output
