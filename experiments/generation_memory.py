@@ -19,6 +19,8 @@ WEIGHT_COPIES: Final = 1.7
 """The copies of a layer's weights in the dtype of the computation."""
 ROW_ARRAYS: Final = 4
 """The arrays ``[rows, D]`` of one layer at the same time: sent, received, sorted by slot, and computed."""
+HIDDEN_ARRAYS: Final = 3
+"""The float32 arrays ``[rows, F]`` of experts that `relibra_jax.execution.expert_mlp.GeneralMlp` computes, likewise."""
 SCORE_ARRAYS: Final = 2
 """The float32 scores of a chunk and the prompts' columns, for all heads, at the same time."""
 LOGIT_ARRAYS: Final = 8
@@ -71,10 +73,12 @@ def prompt_items(
     cache = wave.samples * wave.columns * config.cache_bytes
     room = columns if copies > 1 else wave.columns
     scores = 4 * tokens * config.heads * room
-    rows = width * live_rows(tokens, config, topology) * config.width
+    rows = live_rows(tokens, config, topology)
+    hidden = _hidden_bytes(rows, config)
+    rows *= width * config.width
     embedding = width * weights.embedding
-    arrays = max(SCORE_ARRAYS * scores, ROW_ARRAYS * rows, embedding)
-    largest = max(scores, rows, embedding)
+    arrays = max(SCORE_ARRAYS * scores, ROW_ARRAYS * rows + hidden, embedding)
+    largest = max(scores, rows, hidden // HIDDEN_ARRAYS, embedding)
     # XLA puts the arrays of a chunk where it will put the cache of the wave, but for the last one.
     fits = copies > 1 and largest <= cache / 2
     return {
@@ -91,16 +95,20 @@ def decoding_items(
     """Count the bytes of decoding steps on a rank besides its states; the arguments are those of `prompt_items`."""
     width = jnp.dtype(config.dtype).itemsize
     cache = wave.samples * wave.columns * config.cache_bytes
-    rows = width * live_rows(wave.samples, config, topology) * config.width
+    rows = live_rows(wave.samples, config, topology)
     return {
         "cache": cache,
         "keys and values of a layer": cache // config.layers,
-        "buffers of live routing": ROW_ARRAYS * rows,
+        "buffers of live routing": ROW_ARRAYS * width * rows * config.width + _hidden_bytes(rows, config),
         "logits of the last tokens": 4 * LOGIT_ARRAYS * wave.samples * config.vocabulary,
         "gathered embedding": width * weights.embedding,
         "weights of a layer": round(WEIGHT_COPIES * width * weights.layer),
         "experts in another layout": 4 * weights.experts,
     }
+
+
+def _hidden_bytes(rows: int, config: ModelConfig) -> int:
+    return 0 if config.has_plain_experts else HIDDEN_ARRAYS * 4 * rows * config.expert_width
 
 
 def live_rows(tokens: int, config: ModelConfig, topology: Topology) -> int:

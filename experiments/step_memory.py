@@ -46,6 +46,8 @@ from relibra_jax.routing.sizes import worst_case_capacities
 
 ROW_ARRAYS: Final = 4.2
 """The arrays ``[rows, D]`` of one layer at the same time."""
+HIDDEN_ARRAYS: Final = 7.5
+"""The float32 arrays ``[rows, F]`` of experts that `relibra_jax.execution.expert_mlp.GeneralMlp` computes, likewise."""
 TOKEN_ARRAYS: Final = 13
 """The arrays ``[tokens, D]`` of one layer at the same time."""
 QUERY_ARRAYS: Final = 10.5
@@ -170,7 +172,8 @@ class _Arrays:
 
     def of_rows(self, rows: int | float, config: ModelConfig) -> float:
         """Return the bytes of the arrays of a layer's buffers."""
-        return ROW_ARRAYS * self.width * rows * config.width
+        hidden = 0 if config.has_plain_experts else HIDDEN_ARRAYS * 4 * config.expert_width
+        return rows * (ROW_ARRAYS * self.width * config.width + hidden)
 
 
 def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:

@@ -155,6 +155,9 @@ def compile_update(sizes, samples):
     return program.compiled.memory_analysis(), None if live else batch.parallel.capacities.rows
 
 
+BIASED = {"activation": "clamped_swiglu", "expert_biases": True}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("item", "changes", "model"),
@@ -164,6 +167,15 @@ def compile_update(sizes, samples):
             id="wide vocabulary",
         ),
         pytest.param("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}, id="many tokens"),
+        pytest.param(
+            *(
+                "arrays of a layer",
+                {"length": 3000},
+                {"layers": 5, "width": 96, "expert_width": 192, **BIASED},
+            ),
+            marks=pytest.mark.long,
+            id="experts with biases",
+        ),
         pytest.param(
             *("sum of gradients", {"length": 64, "moments": "bfloat16"}, {"expert_width": 1024}),
             marks=pytest.mark.long,

@@ -14,6 +14,7 @@ from relibra_jax.models.export import pretrained_tensors
 from relibra_jax.models.language_model import LanguageModel, ModelOutput, make_model
 from relibra_jax.models.load import load_pretrained
 from relibra_jax.models.log_probs import token_log_probs, token_log_probs_and_entropies
+from relibra_jax.models.rotary import Yarn
 from relibra_jax.models.save import save_pretrained
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LanguageModel",
     "ModelConfig",
     "ModelOutput",
+    "Yarn",
     "load_pretrained",
     "make_model",
     "pretrained_tensors",

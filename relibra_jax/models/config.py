@@ -140,6 +140,11 @@ class ModelConfig:
         return 3 * self.width * columns
 
     @property
+    def has_plain_experts(self) -> bool:
+        """Whether experts are SwiGLU without biases, which `pallas_kernels.grouped_mlp` computes."""
+        return self.activation == "swiglu" and not self.expert_biases
+
+    @property
     def rotary_width(self) -> int:
         """The number of elements of a head to which rotary position embeddings apply."""
         return int(self.head_width * self.rotary_fraction)
