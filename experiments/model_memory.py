@@ -1,20 +1,19 @@
 """``python -m experiments.model_memory``: compute the memory that reinforcement learning needs on each rank.
 
-`experiments.step_memory` counts the bytes. Here are published models, the table of what they need, and the check of a
-run before it starts.
+`experiments.step_memory` counts the bytes. Here are the table of what published models need, and the check of a run
+before it starts.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.published import PUBLISHED
 from experiments.step_memory import RunSizes, host_bytes, memory_by_stage, rank_gigabytes, rank_parameters
 from relibra_jax.contract.types import Topology
 from relibra_jax.execution.memory import HOST
@@ -26,97 +25,6 @@ from relibra_jax.support.limits import check_memory
 LARGEST: Final = 3
 """The number of items and of settings that an error names."""
 RANKS: Final = (8, 16, 32, 64, 128)
-QWEN3: Final = {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "rope_theta": 1e6,
-}
-GLM: Final = {
-    "model_type": "glm4_moe",
-    "head_dim": 128,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "num_experts_per_tok": 8,
-    "attention_bias": True,
-    "vocab_size": 151552,
-    "rope_theta": 1e6,
-}
-GPT_OSS: Final = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_experts_per_tok": 4,
-    "vocab_size": 201088,
-}
-PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "OLMoE-1B-7B": {
-            "model_type": "olmoe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "intermediate_size": 1024,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "vocab_size": 50304,
-        },
-        "GPT-OSS-20B": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-        "Qwen3-30B-A3B": {
-            **QWEN3,
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "moe_intermediate_size": 768,
-        },
-        "Mixtral-8x7B": {
-            "model_type": "mixtral",
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14336,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "vocab_size": 32000,
-        },
-        "GLM-4.5-Air": {
-            **GLM,
-            "hidden_size": 4096,
-            "num_hidden_layers": 46,
-            "moe_intermediate_size": 1408,
-            "intermediate_size": 10944,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 128,
-        },
-        "GPT-OSS-120B": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-        "Qwen3-235B-A22B": {
-            **QWEN3,
-            "hidden_size": 4096,
-            "num_hidden_layers": 94,
-            "num_attention_heads": 64,
-            "moe_intermediate_size": 1536,
-        },
-        "GLM-4.5": {
-            **GLM,
-            "hidden_size": 5120,
-            "num_hidden_layers": 92,
-            "moe_intermediate_size": 1536,
-            "intermediate_size": 12288,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 160,
-            "use_qk_norm": True,
-            "routed_scaling_factor": 2.5,
-        },
-    }
-)
-"""Published models by name, with the fields of their ``config.json`` on Hugging Face that determine sizes."""
 
 
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -135,12 +43,30 @@ def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
         mesh: the device mesh.
 
     Raises:
-        ValueError: if it does. For a device the message has the largest items, and the settings that would reduce it
-            most.
+        ValueError: under the conditions of `check_host` and `check_device`.
     """
-    ranks = len(mesh.local_devices)
+    check_host(name, sizes, ranks=len(mesh.local_devices))
+    check_device(name, sizes, ranks=mesh.size, memory=memory_of_a_device(mesh))
+
+
+def check_host(name: str, sizes: RunSizes, *, ranks: int) -> None:
+    """Raise ValueError if this machine has too little memory for what ``ranks`` ranks of a run keep on the host."""
     check_memory(f"{name}: what {ranks} ranks keep in host memory", ranks * host_bytes(sizes))
-    available, required = memory_of_a_device(mesh) / 1e9, rank_gigabytes(sizes)
+
+
+def check_device(name: str, sizes: RunSizes, *, ranks: int, memory: int | float) -> None:
+    """Raise an error if a run needs more memory than the device of a rank has.
+
+    Args:
+        name: the name of the run's model, for the error message.
+        sizes: the sizes of the run.
+        ranks: the number of ranks of the run.
+        memory: the memory of a device, in bytes.
+
+    Raises:
+        ValueError: if it does. The message has the largest items, and the settings that would reduce it most.
+    """
+    available, required = memory / 1e9, rank_gigabytes(sizes)
     if required <= available:
         return
     stage, items = max(memory_by_stage(sizes).items(), key=lambda stage: sum(stage[1].values()))
@@ -151,7 +77,7 @@ def check_training_memory(name: str, sizes: RunSizes, mesh: Mesh) -> None:
     settings = ", ".join(f"{setting} ({size:.1f})" for setting, size in best if size < 0.99 * required)
     advice = f"; it would need less with {settings}" if settings else ""
     raise ValueError(
-        f"{name}: the {stage} stage needs {required:.1f} GB on each of {mesh.size} ranks ({parts}), but a device has"
+        f"{name}: the {stage} stage needs {required:.1f} GB on each of {ranks} ranks ({parts}), but a device has"
         f" {available:.1f} GB{advice}"
     )
 

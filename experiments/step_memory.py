@@ -151,7 +151,7 @@ class _Arrays:
         self.target = TARGET_BYTES + (0 if sizes.reference_memory is None else REFERENCE_BYTES)
         self.target += sizes.critic * self.width * config.width
         self.hidden = self.width * self.tokens * config.width
-        self.rows = math.ceil(SPARE_ROWS * self.tokens * config.top_k) if sizes.rows is None else sizes.rows
+        self.rows = counted_rows(sizes)
         self.expert = self.width * config.expert_size
         self.vocabulary = config.width * config.vocabulary if self.tokens else 0
         chunks = max(1, -(-self.tokens // CHUNK))
@@ -174,6 +174,13 @@ class _Arrays:
         """Return the bytes of the arrays of a layer's buffers."""
         hidden = 0 if config.has_plain_experts else HIDDEN_ARRAYS * 4 * config.expert_width
         return rows * (ROW_ARRAYS * self.width * config.width + hidden)
+
+
+def counted_rows(sizes: RunSizes) -> int:
+    """Return the rows of a rank's buffers in a layer for which memory is counted."""
+    if sizes.rows is not None:
+        return sizes.rows
+    return math.ceil(SPARE_ROWS * sizes.sequences * sizes.length * sizes.config.top_k)
 
 
 def memory_by_stage(sizes: RunSizes) -> dict[str, dict[str, int]]:

@@ -20,7 +20,7 @@ from support.dense import assert_close
 from support.layer import run_layer
 from support.plans import load_of, random_plan
 
-from experiments.model_memory import PUBLISHED
+from experiments.published import PUBLISHED
 from relibra_jax.contract.types import EMPTY, Topology, layer_plans
 from relibra_jax.execution.expert_mlp import GeneralMlp, expert_columns
 from relibra_jax.execution.gating import GATINGS

@@ -12,13 +12,8 @@ import pytest
 from flax import nnx
 
 from experiments.aot.whole_settings import Whole, sizes_of
-from experiments.model_memory import (
-    PUBLISHED,
-    check_training_memory,
-    num_parameters,
-    published_sizes,
-    table_row,
-)
+from experiments.model_memory import check_training_memory, num_parameters, published_sizes, table_row
+from experiments.published import PUBLISHED
 from experiments.rl.configs import Train
 from experiments.rl.objective import Losses
 from experiments.rl.optimizer import make_optimizer

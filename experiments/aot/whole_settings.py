@@ -9,7 +9,7 @@ from flax import nnx
 
 from experiments.aot.gpus import GPUS, described_devices
 from experiments.aot.stack import FAST_COMPILATION
-from experiments.model_memory import PUBLISHED
+from experiments.published import PUBLISHED
 from experiments.rl.devices import FSDP, copies_of_group
 from experiments.step_memory import RunSizes, memory_by_stage
 from relibra_jax.contract.types import Topology

@@ -15,6 +15,7 @@ import tyro
 
 from experiments.engines.settings import EngineRequests
 from experiments.float8.hot_ranks import HotRanks
+from experiments.published import PUBLISHED
 from experiments.rl.advantages import Group
 from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.correction import Correction
@@ -34,7 +35,7 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.models import ModelConfig
-from relibra_jax.models.hf_config import load_config
+from relibra_jax.models.hf_config import load_config, model_config
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.limits import (
@@ -80,7 +81,9 @@ class Train:
     policy: str = "tiny"
     """The model to train from random weights: tiny or small."""
     model: Path | None = None
-    """The folder of a Hugging Face checkpoint with its tokenizer, to start from in place of random weights."""
+    """The folder of a Hugging Face checkpoint with its tokenizer, to start from in place of random weights.
+    If there is no such folder, and its name is that of a published model such as Qwen3-30B-A3B, sizes are those of the
+    model, for ``--dry``."""
     dtype: str = "float32"
     """The dtype of the computation: float32 or bfloat16. Parameters are always float32."""
     rollout_dtype: str | None = None
@@ -540,7 +543,8 @@ class Train:
     def _check_memory(self) -> None:
         """Check the largest arrays: the keys and values of a wave on a rank, and the random numbers of the searches."""
         tokens, samples = self.prompt_tokens + self.response_tokens, self.samples_at_once // self.num_ranks
-        if not self.engine:
+        # Where there is no checkpoint, the run is for other machines: `experiments.rl.dry_run` counts its memory.
+        if not self.engine and not self.lacks_checkpoint:
             purpose = f"generating {samples} samples of {tokens} tokens at a time on each rank (wave_samples)"
             check_memory(purpose, samples * tokens * self.model_config.cache_bytes)
         # A search step draws at least one number for every micro-batch, or for every expert of a rank.
@@ -626,6 +630,11 @@ class Train:
         return dataclasses.replace(model, dtype=self.dtype, activation_memory=self.activation_memory)
 
     @property
+    def lacks_checkpoint(self) -> bool:
+        """Whether the folder of the model does not exist. Its sizes are then those of a published model."""
+        return self.model is not None and not self.model.exists()
+
+    @property
     def model_name(self) -> str:
         """The name of the model in reports."""
         return f"{self.policy} model" if self.model is None else f"model {self.model.name}"
@@ -676,4 +685,11 @@ def _check_address(address: str) -> None:
 
 @functools.cache
 def _pretrained(folder: Path) -> ModelConfig:
-    return load_config(folder)
+    if folder.exists():
+        return load_config(folder)
+    if folder.name not in PUBLISHED:
+        raise ValueError(
+            f"model={folder}: there is no such folder, and the published models whose sizes are known are"
+            f" {', '.join(PUBLISHED)}{suggest_names(folder.name, PUBLISHED)}"
+        )
+    return model_config(PUBLISHED[folder.name])

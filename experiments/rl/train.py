@@ -87,10 +87,11 @@ def run_train(
         if is_first() and writer is None and config.writer is not None:
             writer = import_writer(config.writer)
         console = console if is_first() else Console(quiet=True)
+        _check_model(config)
         compile_quickly()
         overlap_exchanges()
         host_devices(config.num_ranks)
-        _check_planner(config)
+        check_planner(config)
         _check_processes(config)
         folder = run_folder(config, name)
         group.command = f"python -m experiments.run {name} --resume {folder}"
@@ -247,7 +248,16 @@ def _save_model(trainer: Trainer, folder: Path, console: Console) -> None:
     console.print(f"trained model: {trained}", highlight=False, soft_wrap=True)
 
 
-def _check_planner(config: Train) -> None:
+def _check_model(config: Train) -> None:
+    """Check that the folder of the model exists."""
+    if config.lacks_checkpoint:
+        raise ValueError(
+            f"model={config.model}: there is no such folder; a run needs the checkpoint with its config.json and"
+            " tokenizer, and only --dry goes without"
+        )
+
+
+def check_planner(config: Train) -> None:
     """Trace the planner, so that it rejects bad settings now and not after the warm-up."""
     topology, planner, layers = config.topology, config.planner_entry.planner, config.model_config.moe_layers
     ranks = topology.num_nodes, topology.ranks_per_node

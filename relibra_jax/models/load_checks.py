@@ -118,6 +118,10 @@ def check_device_memory(name: str, shapes: Any, shardings: Any, mesh: Mesh) -> N
 
 def memory_of_a_device(mesh: Mesh) -> int:
     """Return the memory of one device of ``mesh``, in bytes; a CPU device has a share of the machine's memory."""
-    device = mesh.local_devices[0]
+    return memory_of_device(mesh.local_devices[0], shares=len(mesh.local_devices))
+
+
+def memory_of_device(device: jax.Device, *, shares: int) -> int:
+    """Return the memory of a device in bytes; a CPU device has one of so many shares of the machine's memory."""
     statistics = device.memory_stats() or {}
-    return statistics.get("bytes_limit", machine_memory() // len(mesh.local_devices))
+    return statistics.get("bytes_limit", machine_memory() // shares)
