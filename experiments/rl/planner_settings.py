@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from typing import Final, Literal
 
-from jax.sharding import Mesh
+import jax.numpy as jnp
 
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.models import ModelConfig
-from relibra_jax.nnx.derived_cost import cluster_of
 from relibra_jax.planning.assignment import Assign, assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -57,7 +57,7 @@ def annealed(steps: int) -> Assign:
 
 
 def price_of(
-    price: str, model: ModelConfig, mesh: Mesh, *, recompute: bool
+    price: str, model: ModelConfig, cluster: Cluster, *, recompute: bool
 ) -> CostModel | Literal["balance"]:
     """Return the price for which the balancer of a run plans.
 
@@ -67,12 +67,13 @@ def price_of(
     Args:
         price: the name of the price, ``time`` or ``balance``.
         model: the architecture and sizes of the model.
-        mesh: the device mesh of the model, whose devices determine the cluster.
+        cluster: the hardware.
         recompute: whether the recompute follows a plan. If it routes live, no plan changes its time.
     """
     if price == "balance":
         return "balance"
-    return CostModel(cluster=cluster_of(mesh.devices.flat[0]), model=sizes_of(model), recompute=recompute)
+    width = jnp.dtype(model.dtype).itemsize
+    return CostModel(cluster=cluster, model=sizes_of(model), recompute=recompute, compute_bytes=width)
 
 
 def sizes_of(config: ModelConfig) -> Model:

@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
 
 from experiments.model_memory import check_training_memory
 from experiments.rl.configs import Train
@@ -20,10 +21,13 @@ from experiments.rl.reference import copy_weights
 from experiments.rl.windows import Carried, carry_nothing
 from experiments.step_memory import RunSizes
 from relibra_jax.contract.replay import id_dtype
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import Cluster
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.memory import HOST
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, ExpertParallel, restore_training, save_training
+from relibra_jax.nnx.derived_cost import cluster_of
 from relibra_jax.nnx.host_state import on_device, put_on_host
 from relibra_jax.nnx.put_on_mesh import replicate
 from relibra_jax.nnx.training_checkpoint import COPIES
@@ -56,7 +60,7 @@ class State:
 
     def __init__(self, config: Train, seed: int, mesh: Mesh):
         self.step = 0
-        self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
+        self.key, weights, planning = split_key(seed)
         sharding: dict[str, Any] = {"fsdp_axis": config.fsdp_axis, "shard_dense": config.shard_dense}
         check_training_memory(config.model_name, run_sizes(config), mesh)
         if config.model is None:
@@ -89,25 +93,8 @@ class State:
         self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
         if self.on_host:
             put_on_host(self.optimizer)
-        parallel = ExpertParallel(
-            mesh=mesh,
-            topology=config.topology,
-            capacities=FIRST_CAPACITIES,
-            chunk_tokens=config.chunk_tokens,
-            across_nodes=config.planner_entry.across_nodes or None,
-            check_rows=True,
-        )
-        self.balancer = Balancer(
-            config.planner_entry.planner,
-            parallel,
-            num_layers=config.model_config.moe_layers,
-            num_micro_batches=config.micro_batches,
-            key=planning,
-            cost=price_of(config.price, config.model_config, mesh, recompute=not config.recomputes_live),
-            assign=config.assign,
-            sequences="split" if config.split_samples else "packed" if config.pack_sequences else "padded",
-            memory_kind=config.batch_memory,
-        )
+        cost = run_price(config, cluster_of(mesh.devices.flat[0]))
+        self.balancer = make_balancer(config, mesh, cost, key=planning)
         carries = CARRIED_SETTINGS if config.window is not None else ()
         named = ("algorithm", "moments", "window", *carries)
         self.settings = {name: str(getattr(config, name)) for name in named}
@@ -202,6 +189,55 @@ class State:
 
 
 _copy_to_devices = nnx.jit(on_device, static_argnames="mesh")
+
+
+def run_price(config: Train, cluster: Cluster) -> CostModel | Literal["balance"]:
+    """Return the price for which a run on some hardware plans its batches."""
+    return price_of(config.price, config.model_config, cluster, recompute=not config.recomputes_live)
+
+
+def make_balancer(
+    config: Train,
+    mesh: Mesh,
+    cost: CostModel | Literal["balance"],
+    *,
+    key: PRNGKeyArray,
+    layers: int | None = None,
+) -> Balancer:
+    """Make the balancer of a run.
+
+    Args:
+        config: the settings of the run.
+        mesh: the device mesh of the model.
+        cost: the price, from `run_price`.
+        key: random key for planning.
+        layers: the number of MoE layers for which it plans. None for those of the model.
+    """
+    parallel = ExpertParallel(
+        mesh=mesh,
+        topology=config.topology,
+        capacities=FIRST_CAPACITIES,
+        chunk_tokens=config.chunk_tokens,
+        across_nodes=config.planner_entry.across_nodes or None,
+        check_rows=True,
+    )
+    return Balancer(
+        config.planner_entry.planner,
+        parallel,
+        num_layers=config.model_config.moe_layers if layers is None else layers,
+        num_micro_batches=config.micro_batches,
+        key=key,
+        cost=cost,
+        assign=config.assign,
+        sequences="split" if config.split_samples else "packed" if config.pack_sequences else "padded",
+        memory_kind=config.batch_memory,
+    )
+
+
+def split_key(seed: int) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
+    """Return the random keys of a seed: of the run's draws, of its weights, and of planning."""
+    key, weights, planning = jax.random.split(jax.random.key(seed), 3)
+    return key, weights, planning
 
 
 def run_sizes(config: Train) -> RunSizes:

@@ -100,16 +100,23 @@ LAYOUTS: Final = {"packed": lay_out_sequences, "split": lay_out_streams}
 """The layouts of sequences that hold several samples."""
 
 
-class _Planned(NamedTuple):
+class PlannedStages(NamedTuple):
     """A batch with its checked plans, on the host."""
 
     routes: BatchRoutes | None
+    """The routes of the batch. None if it was planned from counts alone."""
     batch: Batch
+    """The counts of the samples."""
     top_k: int
+    """K, the number of experts of a token."""
     parallel: ExpertParallel
     """The settings with which layers run, in the chosen way."""
     stages: Sequence[Stage]
+    """The stages, with the micro-batches of all data-parallel groups."""
+    cost: CostModel | None
+    """The cost model of what layers run. None if plans are for balance."""
     prices: Sequence[Price]
+    """The price of each stage."""
     plans: Sequence[BatchPlan]
     """The plan of each stage."""
     layouts: Sequence[SequenceLayout]
@@ -117,7 +124,9 @@ class _Planned(NamedTuple):
     state: PyTree
     """The planner's state after the batch."""
     next_key: PRNGKeyArray
+    """The random key for the next batch."""
     seconds: float
+    """The seconds in which the host computed and checked the plans."""
 
 
 class Balancer:
@@ -401,6 +410,35 @@ class Balancer:
                 self.parallel, self._cost, self._way = way
             raise
 
+    @checks_arguments
+    def plan_stages(
+        self, replay: RoutingReplay, stages: Sequence[Stage], *, updates: Sequence[int] | None = None
+    ) -> PlannedStages:
+        """Plan the stages of a batch as `prepare_stages` does, and do nothing else: it needs no model and no devices.
+
+        A first batch is planned for the way of running layers that the rules give, because a choice takes further
+        searches. The balancer stays as it is.
+
+        Args:
+            replay: the recorded routing of all samples of the batch.
+            stages: the stages in the order in which they run, as for `prepare_stages`.
+            updates: the number of optimizer updates of each stage, as for `prepare_stages`.
+
+        Returns:
+            The plans, with the prices and settings for which they are.
+
+        Raises:
+            ValueError: if the replay has other layers or experts, or the plan breaks a rule.
+        """
+        before = (self.parallel, self._cost, self._way)
+        try:
+            if self._way is None and self._cost is not None:
+                self._take(self.parallel.ways(self._cost.model.top_k)[0])
+            routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)))
+            return self._plan_replay(routes, None, self._over_groups(stages), updates)
+        finally:
+            self.parallel, self._cost, self._way = before
+
     def discard(self) -> None:
         """Discard the last prepared batch and the result of `plan_ahead`.
 
@@ -569,7 +607,7 @@ class Balancer:
         counts: Batch | None,
         stages: Sequence[Stage],
         updates: Sequence[int] | None,
-    ) -> _Planned:
+    ) -> PlannedStages:
         """Plan a batch from its routes or its counts, and check its plans."""
         begin, topology = time.perf_counter(), self.parallel.topology
         size = {"num_experts": topology.num_experts, "num_layers": self.num_layers}
@@ -604,8 +642,9 @@ class Balancer:
             plans = load_on_host(plans, routes, batch, topology, striped=striped)
         check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
         seconds = time.perf_counter() - begin
-        return _Planned(
-            routes, batch, top_k, parallel, stages, prices, plans, layouts, state, next_key, seconds
+        return PlannedStages(
+            *(routes, batch, top_k, parallel, stages, self._cost, prices, plans),
+            *(layouts, state, next_key, seconds),
         )
 
     def _check_routes(self, routes: BatchRoutes, counts: Batch | None) -> None:
@@ -700,7 +739,7 @@ class Balancer:
         if self._cost is not None:
             self._cost = cost_in_way(self._cost, way)
 
-    def _prepare_stage(self, number: int, planned: _Planned, sizes: BufferSizes) -> PreparedBatch:
+    def _prepare_stage(self, number: int, planned: PlannedStages, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""
         plan, parallel = planned.plans[number], planned.parallel
         shape = stage_shape(plan, parallel)
