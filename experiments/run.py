@@ -5,6 +5,9 @@ CONFIG is a TOML file, or the name of a configuration that ``--list`` shows (tho
     --set KEY=VALUE       another value for a setting of the file, such as critic.width=32; may be given several times
     --sweep KEY=A,B,C     runs with each of these values; several sweeps give all combinations
     --variant NAME        only this variant of the file or of the sweep
+    --dry                 run nothing: say what would be refused, the memory by stage and item, and a modelled step
+    --trace NAME|PATH     the routing of which a dry run plans a batch; by default recorded or synthetic
+    --cluster NAME        the hardware of a dry run, such as h100; this machine's if it is not given
     --list                the configurations and what they need
     CONFIG --help         all settings, which are also options: --steps 10 is --set steps=10
 
@@ -39,6 +42,9 @@ from experiments.rl.config_file import (
     sweep_variants,
 )
 from experiments.rl.configs import Train
+from experiments.rl.devices import compile_quickly
+from experiments.rl.dry_run import dry_run
+from experiments.rl.dry_tables import print_dry_run
 from experiments.rl.launchers import find_launch
 from experiments.rl.run_folder import saved_config
 from experiments.rl.settings import unchecked_settings
@@ -81,12 +87,15 @@ def own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         args: the options, as the command line gives them.
 
     Returns:
-        ``set``, ``sweep``, ``variant`` and ``resume``; and the other options.
+        ``set``, ``sweep``, ``variant``, ``dry``, ``trace``, ``cluster`` and ``resume``; and the other options.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B,C")
     parser.add_argument("--variant")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--trace", metavar="NAME|PATH")
+    parser.add_argument("--cluster")
     known, others = parser.parse_known_args(args)
     resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     # The parser of all settings rejects --resume without a folder.
@@ -155,10 +164,17 @@ def main(args: list[str] | None = None) -> int:
     return exit_status(lambda: _run(name, keep_programs_unless(rest)))
 
 
-def _run(name: str, args: list[str]) -> None:
+def _run(name: str, args: list[str]) -> int | None:
     config = read_config(name)
     runs = parse_runs(config, args)
     [first, *_] = runs.values()
+    own, _ = own_options(args)
+    if own.dry:
+        compile_quickly()
+        return max(_run_dry(variant, run, own.trace, own.cluster) for variant, run in runs.items())
+    for option in ("trace", "cluster"):
+        if (value := getattr(own, option)) is not None:
+            raise ValueError(f"--{option} {value} is for --dry")
     if len(runs) == 1:
         run_train(first, console, name=name)
     else:
@@ -169,6 +185,13 @@ def _run(name: str, args: list[str]) -> None:
         out = first.out or Path("out") / config.name
         variants = {str(variant): dataclasses.replace(run, out=None) for variant, run in runs.items()}
         run_sweep(name, variants, out, console, command=_command([name, *args]))
+    return None
+
+
+def _run_dry(variant: str | None, run: Train, trace: str | None, cluster: str | None) -> int:
+    if variant is not None:
+        console.rule(escape(variant))
+    return print_dry_run(dry_run(run, trace=trace, cluster=cluster), console)
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from experiments.rl.dry_tables import print_dry_run, total_times
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
 from experiments.rl.train import run_train
+from experiments.run import main
 from experiments.step_memory import counted_rows, memory_by_stage
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.evaluation import Ranks
@@ -134,6 +135,19 @@ def test_modelled_time_is_that_of_the_price_of_a_run():
     )
     dry = total_times(plan_batch(config, hardware, trace))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-9), dry, times)
+
+
+def test_the_command_prints_a_dry_run_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--dry", "--no-replay"]) == 0
+    text = capsys.readouterr().out
+    assert "tiny model" in text
+    assert "updates follow no plan" in text
+    assert main(["demo", "--dry", "--no-replay", "--task", "coutn"]) == 2
+    assert "refused: task 'coutn' must be one of" in capsys.readouterr().out
+    assert main(["demo", "--cluster", "h100"]) == 2
+    assert capsys.readouterr().err == "error: --cluster h100 is for --dry\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trace_must_have_the_routing_of_the_model():

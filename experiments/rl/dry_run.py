@@ -30,7 +30,7 @@ from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
 from experiments.rl.tasks import find_task
 from experiments.rl.train import check_planner
-from experiments.step_memory import RunSizes
+from experiments.step_memory import RunSizes, counted_rows
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.cost.batch_time import BatchTime
@@ -137,6 +137,9 @@ def dry_run(
     elif plan:
         drawn = find_trace(config.model_config, trace)
         planned = plan_batch(config, hardware, drawn)
+        most, counted = max(planned.rows.values()), counted_rows(sizes)
+        if most > counted:
+            notes.append(f"buffers need {most:,} rows under the plan, but memory is counted for {counted:,}")
     return DryRun(config, hardware, sizes, refusals, tuple(notes), planned)
 
 
