@@ -5,7 +5,6 @@ import io
 import re
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import jax
@@ -19,14 +18,23 @@ from support.runs import SMALL
 
 from experiments.rl.balance import measure_copies
 from experiments.rl.configs import Train
-from experiments.rl.metrics import ALGORITHM_METRICS, FAILURES, METRICS, metrics_table, names_of, scalars_of
-from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
-from experiments.rl.progress import tell_compilations
+from experiments.rl.metrics import (
+    ALGORITHM_METRICS,
+    FAILURES,
+    METRICS,
+    lists_of,
+    metrics_table,
+    names_of,
+    scalars_of,
+)
+from experiments.rl.metrics_log import read_metrics
+from experiments.rl.progress import heading, status_text, tell_compilations
 from experiments.rl.rewards import score_responses
 from experiments.rl.step_clock import PLANNING, exposed_seconds
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
+from experiments.rl.writers import find_writer
 from experiments.run import main
 from relibra_jax import Topology, eplb, static
 from relibra_jax.contract.plan import replica_experts
@@ -115,22 +123,68 @@ def test_run_writes_exactly_the_listed_metrics(ran):
     assert metrics["time/exposed_seconds"] == pytest.approx(sum(exposed.values()))
     assert all(0 <= exposed[name] <= metrics[f"time/{name}_seconds"] for name in PLANNING)
     assert metrics["time/exposed_seconds"] > 0
+    parts = [
+        value
+        for name, value in metrics.items()
+        if name.startswith("time/modelled_plan_") and name.count("_") > 2
+    ]
+    assert sum(parts) == pytest.approx(metrics["time/modelled_plan_seconds"], rel=1e-5)
+    layers, static_layers = (
+        metrics["balance/imbalance_by_layer"],
+        metrics["balance/imbalance_static_by_layer"],
+    )
+    assert np.mean(layers) == pytest.approx(metrics["balance/imbalance"], rel=1e-5)
+    assert np.mean(static_layers) == pytest.approx(metrics["balance/imbalance_static"], rel=1e-5)
+    load, busy = metrics["balance/load_by_rank"], metrics["balance/busy_by_rank"]
+    assert sum(load) == 2 * 2 * metrics["batch/tokens"], "two layers with two experts a token"
+    assert np.argsort(load).tolist() == np.argsort(busy).tolist()
+    assert max(busy) <= 1
+    assert metrics["response/tokens_quantiles"][-1] == metrics["response/longest"]
+    assert 0 <= metrics["reward/solved_by_all"] <= 1 - metrics["reward/solved_by_none"] <= 1
+
+
+@pytest.mark.slow
+def test_run_keeps_sample_texts_from_the_least_reward_to_the_largest(ran):
+    [line] = read_metrics(ran[0] / "samples.jsonl")
+    assert line["step"] == 1
+    assert len(line["samples"]) == 4
+    rewards = [sample["reward"] for sample in line["samples"]]
+    assert rewards == sorted(rewards)
+    for sample in line["samples"]:
+        assert sample["prompt"]
+        assert 1 <= sample["tokens"] <= 7
+
+
+@pytest.mark.slow
+def test_run_prints_a_line_for_every_step(ran):
+    shown = [line for line in ran[3].splitlines() if line.startswith(("    1/2", "    2/2"))]
+    assert [len(line.split()) for line in shown] == [13, 13]
 
 
 @pytest.mark.slow
 def test_writer_gets_all_numbers_by_name(ran):
     folder, writer, *_ = ran
     lines = read_metrics(folder / "metrics.jsonl")
-    assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
+    for (step, numbers), line in zip(writer.lines, lines, strict=True):
+        entries = {
+            f"{name}/{number}": value
+            for name, values in lists_of(line).items()
+            for number, value in enumerate(values)
+            if value is not None
+        }
+        assert (step, numbers) == (line["step"], scalars_of(line) | entries)
     null = {
         *("balance/imbalance_live", "balance/imbalance_recompute"),
-        *("time/plan_ahead_seconds", "time/count_seconds"),
+        *("time/plan_ahead_seconds", "time/count_seconds", "memory/device_bytes", "memory/device_peak_bytes"),
         *ALGORITHM_METRICS,
     }
-    assert {name for _, metrics in writer.lines for name in metrics} == {
+    seen = {name for _, metrics in writer.lines for name in metrics}
+    assert {name for name in seen if name in METRICS} == {
         name for name, metric in METRICS.items() if not metric.listed and name not in null
     }
+    assert {"response/tokens_quantiles/0.5", "balance/load_by_rank/7", "balance/imbalance_by_layer/1"} <= seen
     assert (writer.folder, writer.settings["seed"], writer.settings["task"]) == (folder, 0, "copy")
+    assert writer.settings["step"] == 0
     assert writer.finished
 
 
@@ -189,7 +243,9 @@ def test_metrics_page_has_the_metrics_table():
 @pytest.mark.parametrize(
     ("options", "says"),
     {
-        ("--writer=writer",): "writer 'writer' must be written module:attribute",
+        (
+            "--writer=tensorbord",
+        ): "writer 'tensorbord' must be one of tensorboard, wandb, mlflow; did you mean tensorb",
         ("--writer=not_here:writer",): "writer 'not_here:writer': no module 'not_here'",
         ("--writer=some_writers:Writr",): "no 'Writr'; did you mean Writer?",
         (
@@ -214,30 +270,27 @@ def test_main_rejects_bad_writers_and_profile_steps(writers, capsys, tmp_path, o
     assert not list(tmp_path.rglob("config.json"))
 
 
-def test_import_writer_accepts_any_function_of_two_arguments(writers):
-    assert import_writer("builtins:divmod") is divmod
+def test_find_writer_accepts_any_function_of_two_arguments(writers):
+    assert find_writer("builtins:divmod") is divmod
 
 
-def test_metrics_log_writes_the_same_names_to_tensorboard(tmp_path, monkeypatch):
-    """The test uses a stand-in for tensorboardX, which may not be installed."""
-    added = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            added.append((folder, purge_step))
-
-        def add_scalar(self, *scalar):
-            added.append(scalar)
-
-        def close(self):
-            added.append("closed")
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    with MetricsLog(tmp_path, 4) as log:
-        log.write(4, {"kind": "learn", "reward/mean": None, "policy/kl": 0.5, FAILURES: ["why"]})
-    assert added == [(str(tmp_path), 4), ("policy/kl", 0.5, 4), "closed"]
-    [line] = read_metrics(tmp_path / "metrics.jsonl")
-    assert line["reward/mean"] is None
+def test_status_lines_fit_80_characters():
+    """Every column is under its heading, whatever the size of the numbers."""
+    names = [name for name in METRICS if name != "reward/mean"]
+    for size in (0.000123, 1.2345, 98765.4):
+        line = dict.fromkeys(names, size) | {"kind": "learn", "reward/mean": None}
+        text = status_text(line, step=120, total=140, left=size)
+        assert len(text) <= 80
+        assert len(text.split()) == len(heading().split()), text
+    warm_up = {
+        "kind": "warm-up",
+        "warmup/loss": 2.345,
+        "time/update_seconds": 0.5,
+        "speed/tokens_per_second": 9.0,
+    }
+    assert status_text(warm_up, step=1, total=9, left=None).split() == [
+        *("1/9", "-", "2.345", "-", "-", "9.000", "-", "-", "-", "0.50", "-", "-", "-"),
+    ]
 
 
 @pytest.mark.parametrize(

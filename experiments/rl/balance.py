@@ -61,14 +61,15 @@ def measure_imbalance(
         across_nodes: whether replicas may be on different nodes than the homes of their experts.
 
     Returns:
-        The metrics ``balance/imbalance...``. ``balance/imbalance_live`` is the imbalance of ``ran_load`` with all
-        experts at home.
+        The metrics ``balance/imbalance...`` and ``balance/..._by_rank``. ``balance/imbalance_live`` is the imbalance of
+        ``ran_load`` with all experts at home.
     """
     _, load, plan = batch_plan
     in_order = contiguous_homes(topology, len(plan.home))
     planned, static = rank_load(plan), _load_at_home(load, in_order, topology)
     bound = replication_bound(load, plan.home, topology, across_nodes=across_nodes).sum(0)
     each = jax.vmap(lambda by_rank: batch_imbalance(by_rank[None]))
+    by_layer = jax.vmap(lambda by_rank: batch_imbalance(by_rank[:, None]), in_axes=1)
     return {
         "balance/imbalance": batch_imbalance(planned),
         "balance/imbalance_static": batch_imbalance(static),
@@ -76,6 +77,10 @@ def measure_imbalance(
         "balance/imbalance_live": batch_imbalance(_load_at_home(ran_load, plan.home, topology)),
         "balance/imbalance_by_micro_batch": each(planned),
         "balance/imbalance_static_by_micro_batch": each(static),
+        "balance/imbalance_by_layer": by_layer(planned),
+        "balance/imbalance_static_by_layer": by_layer(static),
+        "balance/load_by_rank": planned.sum((0, 1)).ravel(),
+        "balance/busy_by_rank": (planned.sum((0, 1)) / jnp.maximum(planned.max((2, 3)).sum(), 1)).ravel(),
     }
 
 

@@ -229,8 +229,9 @@ class Train:
     record: int = 0
     """The number of last steps that are saved as a trace in ``replay.npz``, with rewards, versions and provenance."""
     writer: str | None = None
-    """An additional writer of metrics, for example for Weights & Biases, as ``my_module:my_writer``.
-    It is a function of a run's folder and settings that returns an object with ``log(metrics, step=)``."""
+    """A writer of metrics beside ``metrics.jsonl``: ``tensorboard``, ``wandb`` or ``mlflow``, where it is installed, or
+    ``my_module:my_writer``, a function of a run's folder and settings that returns an object with
+    ``log(metrics, step=)``."""
     profile: int | None = None
     """The learning step to profile with `jax.profiler`."""
     out: Path | None = None

@@ -14,6 +14,10 @@ FAILURES: Final = "failures"
 """The key, in a line of metrics, of the first failures of reward functions: the sample and the error of each."""
 SHOWN_FAILURES: Final = 3
 """The maximum number of failures in a line of metrics."""
+LENGTH_LEVELS: Final = (0.1, 0.5, 0.9, 1)
+"""The levels of ``response/tokens_quantiles``."""
+MISMATCH_LEVELS: Final = (0.5, 0.9, 0.99, 1)
+"""The levels of ``mismatch/log_prob_quantiles``."""
 
 
 class Metric(NamedTuple):
@@ -26,10 +30,23 @@ class Metric(NamedTuple):
     kinds: tuple[str, ...] = (LEARN,)
     """The kinds of lines that have the metric."""
     listed: bool = False
-    """Whether the value is a list, which only JSON lines have."""
+    """Whether the value is a list."""
+    levels: tuple[float, ...] = ()
+    """The levels of a list of quantiles."""
 
 
 _UPDATES = (WARM_UP, LEARN)
+_MODELLED_PARTS = {
+    "attention": "attention, projections and shared experts",
+    "compute": "the routed experts",
+    "exchange": "dispatch and combine",
+    "gather": "the buffers of dispatch and combine",
+    "exposed": "the transfers of replicas that attention does not hide",
+    "push": "the transfers of residents",
+    "reorder": "the moves of experts to new homes",
+    "rest": "the output head, the sum of dense gradients and the optimizer step",
+}
+"""The parts of `relibra_jax.cost.batch_time.BatchTime`, and their meanings."""
 
 METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
     {
@@ -51,6 +68,14 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "samples",
             "number of samples left out because their reward function raised or returned no finite number",
         ),
+        "reward/solved_by_all": Metric(
+            "share",
+            "share of prompts whose responses all have a reward of at least 1, as verifiers give for a correct answer;"
+            " in DAPO with replaced prompts; null if responses are learned from apart from others to their prompt",
+        ),
+        "reward/solved_by_none": Metric(
+            "share", "share of prompts none of whose responses has a reward of at least 1; null as above"
+        ),
         "reward/overlong": Metric(
             "reward", "mean length penalty subtracted from rewards before learning; null except in DAPO"
         ),
@@ -65,6 +90,12 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "response/tokens": Metric(
             "tokens", "mean length of a response so far, its end included, without replies"
+        ),
+        "response/tokens_quantiles": Metric(
+            "tokens",
+            "quantiles of these lengths at 0.1, 0.5, 0.9 and 1",
+            listed=True,
+            levels=LENGTH_LEVELS,
         ),
         "response/longest": Metric("tokens", "length of the longest response, without replies"),
         "response/ended_share": Metric("share", "share of responses that an end token ended"),
@@ -126,7 +157,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "the same for tokens that earlier weights sampled, in windows or with `--staleness`; null without any",
         ),
         "mismatch/log_prob_quantiles": Metric(
-            "nats a token", "its quantiles at 0.5, 0.9, 0.99 and 1", listed=True
+            "nats a token",
+            "its quantiles at 0.5, 0.9, 0.99 and 1",
+            listed=True,
+            levels=MISMATCH_LEVELS,
         ),
         "mismatch/log_prob_by_position": Metric(
             "nats a token",
@@ -205,6 +239,21 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "balance/imbalance_static_by_micro_batch": Metric(
             "max / mean", "imbalance of each micro-batch under static placement", listed=True
         ),
+        "balance/imbalance_by_layer": Metric(
+            "max / mean", "imbalance of each layer under the plan", listed=True
+        ),
+        "balance/imbalance_static_by_layer": Metric(
+            "max / mean", "imbalance of each layer under static placement", listed=True
+        ),
+        "balance/load_by_rank": Metric(
+            "token copies", "load of each rank under the plan, in all layers and micro-batches", listed=True
+        ),
+        "balance/busy_by_rank": Metric(
+            "share",
+            "the same as a share of the load of the busiest rank, which may be another in every layer and micro-batch;"
+            " the rest is waiting for it",
+            listed=True,
+        ),
         "balance/crossings_per_token": Metric(
             "crossings",
             "crossings at dispatch per token and layer: of tokens, or of token copies on the flat path",
@@ -262,11 +311,23 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "s",
             "modelled, not measured: recompute and updates of one epoch under the plan; null with `--price balance`",
         ),
+        **{
+            f"time/modelled_plan_{part}_seconds": Metric("s", f"the part of it for {meaning}")
+            for part, meaning in _MODELLED_PARTS.items()
+        },
         "time/modelled_staying_seconds": Metric(
             "s",
-            "the same at the previous homes, with samples not assigned and without replicas and residents",
+            "the same time at the previous homes, with samples not assigned and without replicas and residents",
         ),
         "time/modelled_balanced_seconds": Metric("s", "the same in a balanced run with uniform routing"),
+        "memory/device_bytes": Metric(
+            "bytes",
+            "memory in use at the end of the step, on the fullest device of the first process; null where the backend"
+            " does not report it, as on CPUs",
+        ),
+        "memory/device_peak_bytes": Metric(
+            "bytes", "the most that was in use on one of them since the process began; null as above"
+        ),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
         "speed/response_tokens_per_second": Metric(
             "tokens/s", "sampled tokens over time/generate_seconds; null with `--staleness`"
@@ -314,15 +375,35 @@ def names_of(kind: str) -> frozenset[str]:
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, int | float]:
-    """Select the metrics of a line that writers get: all numbers, without lists and without null.
+    """Select the numbers of a line, without null. A quantile is a number with its level in its name.
 
-    >>> scalars_of({"kind": "learn", "reward/mean": None, "policy/kl": 0.5, "routing/changed_share_by_layer": [0.1]})
-    {'policy/kl': 0.5}
+    >>> scalars_of({"kind": "learn", "reward/mean": None, "policy/kl": 0.5, "response/tokens_quantiles": [2, 3, 5, 8]})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'response/tokens_quantiles/0.1': 2, 'response/tokens_quantiles/0.5': 3, 'response/tokens_quantiles/0.9': 5,
+     'response/tokens_quantiles/1': 8, 'policy/kl': 0.5}
+    """
+    numbers: dict[str, int | float] = {}
+    for name, metric in METRICS.items():
+        value = line.get(name)
+        if value is None or (metric.listed and not metric.levels):
+            continue
+        if metric.levels:
+            numbers |= {f"{name}/{level}": each for level, each in zip(metric.levels, value, strict=True)}
+        else:
+            numbers[name] = value
+    return numbers
+
+
+def lists_of(line: Mapping[str, Any]) -> dict[str, list[int | float | None]]:
+    """Select the lists of a line, apart from quantiles.
+
+    >>> lists_of({"kind": "learn", "policy/kl": 0.5, "routing/changed_share_by_layer": [0.1]})
+    {'routing/changed_share_by_layer': [0.1]}
     """
     return {
         name: line[name]
         for name, metric in METRICS.items()
-        if not metric.listed and line.get(name) is not None
+        if metric.listed and not metric.levels and line.get(name) is not None
     }
 
 

@@ -185,7 +185,7 @@ def training_figure(
         steps = np.array([line["step"] for line in learn_lines])
         rewards = [np.nan if line["reward/mean"] is None else line["reward/mean"] for line in learn_lines]
         reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.3)
-        reward.plot(steps, _smooth(rewards), style, color=colour, linewidth=1.8, label=f"seed {seed}")
+        reward.plot(steps, smooth(rewards), style, color=colour, linewidth=1.8, label=f"seed {seed}")
         evaluated = [(line["step"], line["evaluation/reward"]) for line in _of_kind(lines, EVALUATE)]
         if evaluated:
             points = zip(*evaluated, strict=True)
@@ -246,7 +246,7 @@ def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def _smooth(values: list[float]) -> list[float]:
+def smooth(values: list[float]) -> list[float]:
     """Average each value with those before it, over `SMOOTH` steps."""
     windows = [values[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(values))]
     return [float(np.nanmean(window)) if np.isfinite(window[-1]) else np.nan for window in windows]

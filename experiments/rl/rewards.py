@@ -1,7 +1,7 @@
 """Rewards of responses, scored sample by sample. If the reward function fails, only that sample is left out."""
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -10,6 +10,9 @@ from experiments.rl.processes import from_first
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.contract.types import Array
+
+SOLVED: Final = 1.0
+"""The reward from which on a response counts as solving its prompt."""
 
 
 class Rewards(NamedTuple):
@@ -37,6 +40,26 @@ def share_rewards(rewards: Rewards) -> Rewards:
 def mean_or_none(rewards: Float[np.ndarray, " samples"]) -> float | None:
     """Return the mean, or None if there are no rewards."""
     return float(rewards.mean()) if rewards.size else None
+
+
+def measure_solved(rewards: Rewards, responses_per_prompt: int) -> dict[str, float | None]:
+    """Measure the shares of prompts that all and that none of their responses solve.
+
+    Args:
+        rewards: the rewards of successive responses to each prompt. Those without a reward do not count.
+        responses_per_prompt: the number of responses to each prompt.
+
+    >>> rewards = Rewards(np.array([1, 1, 0, 1, 0, 0.5], np.float32), np.ones(6, bool), [])
+    >>> list(measure_solved(rewards, 2).values())
+    [0.3333333333333333, 0.3333333333333333]
+    """
+    reward = rewards.reward.reshape(-1, responses_per_prompt)
+    scored = rewards.scored.reshape(reward.shape)
+    solved, known = reward >= SOLVED, scored.any(1)
+    return {
+        "reward/solved_by_all": mean_or_none((solved | ~scored).all(1)[known].astype(np.float64)),
+        "reward/solved_by_none": mean_or_none((~solved | ~scored).all(1)[known].astype(np.float64)),
+    }
 
 
 def score_responses(

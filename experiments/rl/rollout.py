@@ -30,7 +30,14 @@ from experiments.rl.generation import Responses, Watch
 from experiments.rl.processes import is_first
 from experiments.rl.prompts import Prompts
 from experiments.rl.responses import choose_samples, join_responses
-from experiments.rl.rewards import Rewards, mean_or_none, score_responses, share_rewards, unscored
+from experiments.rl.rewards import (
+    Rewards,
+    mean_or_none,
+    measure_solved,
+    score_responses,
+    share_rewards,
+    unscored,
+)
 from experiments.rl.state import State
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example
@@ -193,6 +200,7 @@ class Sampler:
                 **self._measure_turns(responses, config.samples),
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
+                **measure_solved(Rewards(reward, scored, []), per_prompt),
                 "reward/overlong": float(penalty.mean()),
                 "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
                 "reward/equal_prompts": int((~differ[chosen]).sum()),

@@ -2,12 +2,13 @@
 
 from typing import Any, Final
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from experiments.rl.algorithms import Targets
 from experiments.rl.correction import Correction, importance_weights, measure_correction
-from experiments.rl.metrics import FAILURES, SHOWN_FAILURES
+from experiments.rl.metrics import FAILURES, LENGTH_LEVELS, MISMATCH_LEVELS, SHOWN_FAILURES
 from experiments.rl.rewards import Rewards, mean_or_none
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
@@ -40,6 +41,15 @@ def measure_phases(clock: StepClock, plan_ahead_seconds: float | None) -> dict[s
     }
 
 
+def measure_memory() -> dict[str, int | None]:
+    """Read how much memory of this process's devices is in use. None where the backend does not report it."""
+    statistics = [each for device in jax.local_devices() if (each := device.memory_stats())]
+    return {
+        f"memory/device_{name}": max((each[key] for each in statistics if key in each), default=None)
+        for name, key in (("bytes", "bytes_in_use"), ("peak_bytes", "peak_bytes_in_use"))
+    }
+
+
 def measure_rewards(rewards: Rewards) -> dict[str, Any]:
     """Compute the metrics of the rewards of a step."""
     return {
@@ -56,6 +66,7 @@ def measure_responses(rollout: Rollout, samples_at_once: int) -> dict[str, Any]:
     steps = np.maximum.reduceat(new, np.arange(0, len(new), samples_at_once)).sum()
     return {
         "response/tokens": float(lengths[responded].mean()),
+        "response/tokens_quantiles": np.quantile(lengths[responded], LENGTH_LEVELS).tolist(),
         "response/longest": int(lengths.max()),
         "response/ended_share": float(rollout.responses.ended[responded].mean()),
         "response/decoding_steps": int(new.max()),
@@ -77,9 +88,7 @@ def measure_mismatch(rollout: Rollout, recomputed: RecomputeResult, correction: 
     return {
         "mismatch/log_prob": mean_or_none(values),
         "mismatch/log_prob_older": mean_or_none(older),
-        "mismatch/log_prob_quantiles": np.quantile(values, (0.5, 0.9, 0.99, 1)).tolist()
-        if values.size
-        else None,
+        "mismatch/log_prob_quantiles": np.quantile(values, MISMATCH_LEVELS).tolist() if values.size else None,
         "mismatch/log_prob_by_position": [
             float(total / count) if count else None for total, count in zip(sums, counts, strict=True)
         ],

@@ -18,11 +18,11 @@ from rich.console import Console
 from experiments.engines.protocol import EngineError
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices, overlap_exchanges
-from experiments.rl.metrics import FAILURES
-from experiments.rl.metrics_log import MetricsLog, OpenWriter, import_writer, open_checked
+from experiments.rl.metrics import FAILURES, LEARN, WARM_UP
+from experiments.rl.metrics_log import MetricsLog
 from experiments.rl.process_group import ProcessGroup, join_processes
 from experiments.rl.processes import check_same, is_first, on_any, process_count, wait_for_all
-from experiments.rl.progress import progress_bar, status_text
+from experiments.rl.progress import COLUMNS_EXPLAINED, TimeLeft, heading, progress_bar, status_text
 from experiments.rl.provenance import save_start
 from experiments.rl.recording import describe_run, join_routing, save_routing
 from experiments.rl.report import write_report
@@ -32,6 +32,7 @@ from experiments.rl.settings import plain_settings
 from experiments.rl.step_clock import profiled
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
+from experiments.rl.writers import OpenWriter, find_writer, open_checked
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.models import save_pretrained
@@ -85,7 +86,7 @@ def run_train(
     """
     with join_processes(config.patience, config.hung_after) as group:
         if is_first() and writer is None and config.writer is not None:
-            writer = import_writer(config.writer)
+            writer = find_writer(config.writer)
         console = console if is_first() else Console(quiet=True)
         _check_model(config)
         compile_quickly()
@@ -186,7 +187,7 @@ def _open_log(run: _Run, seed: int, folder: Path, step: int) -> Iterator[Metrics
         )
     writer = None
     if run.open_writer is not None:
-        writer = open_checked(run.open_writer, folder, {**plain_settings(config), "seed": seed})
+        writer = open_checked(run.open_writer, folder, {**plain_settings(config), "seed": seed, "step": step})
     # Only now, so that settings that the checkpoint or the writer rejects are not saved.
     if is_first():
         save_config(config, run.folder, run.console)
@@ -208,6 +209,8 @@ def _train(
     """Make the steps of one seed until its end or a signal, with evaluations, checkpoints and a progress bar."""
     config, state, total = run.config, trainer.state, trainer.total_steps
     described = False
+    warm_up_left = max(config.warmup_steps - state.step, 0)
+    time_left = TimeLeft({WARM_UP: warm_up_left, LEARN: total - state.step - warm_up_left})
     with progress_bar(run.console, f"seed {trainer.seed}", total=total) as (bar, task_id):
 
         def report(metrics: dict[str, Any], step: int) -> None:
@@ -216,6 +219,11 @@ def _train(
             for failure in metrics.get(FAILURES, ()):
                 bar.console.print(f"step {step}: {failure}", style="red", markup=False)
 
+        def show(text: str) -> None:
+            bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        if state.step < total:
+            show(f"{COLUMNS_EXPLAINED}\n\nseed {trainer.seed}\n{heading()}")
         while state.step < total and not on_any(run.stop.is_set()):
             step, learning = state.step, state.step >= config.warmup_steps
             if config.evaluates_before(step):
@@ -223,10 +231,13 @@ def _train(
             with profiled(folder / f"profile-{step}" if is_first() and step == config.profile else None):
                 metrics = trainer.learn() if learning else trainer.warm_up()
             report(metrics, step)
+            show(status_text(metrics, step=state.step, total=total, left=time_left.seconds_after(metrics)))
+            if learning and log is not None:
+                log.write_samples(step, trainer.texts)
             if learning and not described and trainer.summary is not None:
                 bar.console.print(f"step {step}: {trainer.summary}", highlight=False, soft_wrap=True)
                 described = True
-            bar.update(task_id, completed=state.step, status=status_text(metrics))
+            bar.update(task_id, completed=state.step)
             if step in recorded and trainer.responses is not None:
                 replay = RoutingReplay(whole_routes(trainer.responses), trainer.responses.mask)
                 if is_first():

@@ -17,13 +17,22 @@ from experiments.rl.configs import Train
 from experiments.rl.devices import copies_of_group, host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
-from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, SHOWN_FAILURES, WARM_UP
+from experiments.rl.metrics import (
+    ALGORITHM_METRICS,
+    EVALUATE,
+    FAILURES,
+    LEARN,
+    METRICS,
+    SHOWN_FAILURES,
+    WARM_UP,
+)
 from experiments.rl.plan_ahead import PlanAhead
-from experiments.rl.processes import on_every_host
+from experiments.rl.processes import is_first, on_every_host
 from experiments.rl.prompts import Prompts, find_tokenizer
 from experiments.rl.recording import record_batch
-from experiments.rl.rewards import Rewards, mean_or_none, share_rewards
+from experiments.rl.rewards import Rewards, mean_or_none, measure_solved, share_rewards
 from experiments.rl.rollout import Sampler
+from experiments.rl.sample_texts import SampleText, choose_texts
 from experiments.rl.stages import (
     RecomputeResult,
     Stages,
@@ -39,6 +48,7 @@ from experiments.rl.step import StepMetrics, TrainingBatch, recompute, update
 from experiments.rl.step_clock import StepClock
 from experiments.rl.step_metrics import (
     measure_critic,
+    measure_memory,
     measure_mismatch,
     measure_phases,
     measure_policy,
@@ -52,7 +62,7 @@ from experiments.rl.tokens import Tokenizer
 from experiments.rl.updates import check_forward, update_policy, update_values
 from relibra_jax.contract.recording import Recording
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
+from relibra_jax.nnx.modelled_times import add_stages, summarise
 
 SUPERVISED, EVALUATION = 0, 2
 """Parts of the seeds of examples and random keys, for the warm-up and evaluations; see
@@ -92,6 +102,8 @@ class Trainer:
         """The last responses, with the routing that was replayed. None before the first."""
         self.recording = Recording()
         """What was recorded of the last responses beside their routing. Empty before the first."""
+        self.texts: list[SampleText] = []
+        """Some samples of the last learning step as text, on the first process."""
         self.summary: str | None = None
         """The modelled time of the last batch, in five lines. None before the first, and without a price."""
 
@@ -181,6 +193,8 @@ class Trainer:
             self._count_skipped(metrics, critic_loss)
         # DAPO chooses among samples of several rollouts, so they do not lie in waves any more.
         at_once = config.samples if config.algorithm_entry.dynamic_sampling else config.samples_at_once
+        if is_first():
+            self.texts = choose_texts(rollout.responses, rewards, self.prompts.tokenizer)
         num_tokens = int(rollout.responses.mask.sum())
         speed = measure_speed(num_tokens, clock)
         self.recording = record_batch(
@@ -192,6 +206,7 @@ class Trainer:
             "kind": LEARN,
             **dict.fromkeys(ALGORITHM_METRICS),
             **measure_rewards(rewards),
+            **self._measure_solved(rewards),
             **measure_responses(rollout, at_once),
             **rollout.metrics,
             **measure_mismatch(rollout, recomputed, config.correction),
@@ -205,6 +220,7 @@ class Trainer:
             "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
             "batch/tokens_run": rollout.tokens_run + (config.recomputes + config.epochs) * num_tokens,
             **speed,
+            **measure_memory(),
             **measure_phases(clock, plan_ahead.wait()),
             # With staleness, the phase is only the wait for responses.
             "speed/response_tokens_per_second": None
@@ -286,13 +302,18 @@ class Trainer:
         """Model the time of a batch for its line of metrics, and describe it in `summary`."""
         parts = [part for batch in stages.batches if (part := batch.modelled_times) is not None]
         if not parts:
-            return dict.fromkeys(f"time/modelled_{name}_seconds" for name in ModelledTimes._fields)
+            return {name: None for name in METRICS if name.startswith("time/modelled_")}
         times = add_stages(parts)
         self.summary = summarise(times, stages.updates[0].batch.plan_seconds)
-        return {
-            f"time/modelled_{name}_seconds": float(time.total)
-            for name, time in zip(times._fields, times, strict=True)
-        }
+        seconds = {name: time.total for name, time in zip(times._fields, times, strict=True)}
+        seconds |= {f"plan_{name}": part for name, part in times.plan.parts().items()}
+        return {f"time/modelled_{name}_seconds": float(value) for name, value in seconds.items()}
+
+    def _measure_solved(self, rewards: Rewards) -> dict[str, float | None]:
+        """Measure which prompts are solved. With windows, rows of responses that are not compared mix prompts."""
+        if self.config.window is not None and self.config.compared == 1:
+            return dict.fromkeys(("reward/solved_by_all", "reward/solved_by_none"))
+        return measure_solved(rewards, self.config.responses_per_prompt)
 
     def _count_skipped(self, metrics: StepMetrics, critic_loss: float | None) -> None:
         """Count the steps in a row in which the policy or the critic did not change. Raise ValueError at too many."""
