@@ -1,15 +1,13 @@
 """The HTML page of a comparison: whole in one file, escaped, and shown by a browser without a network."""
 
 import base64
-import html.parser
 import importlib.util
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.pages import CHROMIUM, Page, show_page
 from support.traces import save_small_trace
 
 from relibra_jax.cli.main import main
@@ -17,33 +15,6 @@ from relibra_jax.evaluation import COLUMNS
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
 ROWS = ("static", "eplb", "feplb")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-class Page(html.parser.HTMLParser):
-    """The parts of a page that a test looks at."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.addresses, self.rows, self.text, self.in_cell = set(), [], [], "", False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-            self.in_cell = True
-
-    def handle_endtag(self, tag):
-        self.in_cell &= tag not in ("td", "th")
-
-    def handle_data(self, text):
-        self.text += text
-        if self.in_cell:
-            self.rows[-1][-1] += text
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +76,6 @@ def test_compare_refuses_an_unwritable_page_before_anything_runs(trace, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def dump(path, profile, *, width):
-    """Return the document as a browser has it after loading, without a network."""
-    quiet = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-sync")
-    switches = [
-        f"--{name}" for name in ("headless", "no-sandbox", "disable-component-update", *quiet, "dump-dom")
-    ]
-    command = [
-        *(CHROMIUM, *switches, "--host-resolver-rules=MAP * ~NOTFOUND"),
-        *(f"--user-data-dir={profile}", f"--window-size={width},900", path.as_uri()),
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
@@ -136,7 +94,7 @@ def test_compare_page_shows_tables_and_figures_in_a_browser(written, tmp_path, w
     text, count = re.subn(policy, lambda _: script, (written / "page.html").read_text())
     assert count == 1
     (tmp_path / "page.html").write_text(text)
-    shown = dump(tmp_path / "page.html", tmp_path / "profile", width=width)
+    shown = show_page(tmp_path / "page.html", tmp_path / "profile", width=width)
     assert len(re.findall(r'alt="[1-9]\d{2,} pixels"', shown)) == 2
     assert "<title>0 too wide</title>" in shown, "wide tables scroll, the page does not"
     assert [row[0] for row in Page(shown).rows[1:-1]] == ["static", "eplb", "feplb*"]

@@ -10,10 +10,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.comparison_page import check_page, command_line, write_page
+from relibra_jax.cli.comparison_page import command_line, write_page
 from relibra_jax.cli.figures import compare_figure
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.outside_planner import import_planner
+from relibra_jax.cli.pages import check_page
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
@@ -67,7 +68,7 @@ def run_compare(options: Compare, console: Console) -> None:
             written then.
     """
     if options.html is not None:
-        check_page(options.html)
+        check_page(options.html, option="html", example="compare.html")
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     chosen = choose_rows(ablation() if options.ablation else PLANNERS, options.rows, options.planner)

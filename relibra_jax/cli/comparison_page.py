@@ -6,33 +6,17 @@ import datetime
 import shlex
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import jax
-import jinja2
 
+from relibra_jax.cli.pages import page_template, read_part
 from relibra_jax.cli.palette import planner_style
 from relibra_jax.evaluation import Outcome, table_columns
 from relibra_jax.support.atomic_write import write_atomically
 
 TEMPLATE: Final = "comparison_page.html.jinja"
-
-
-def check_page(path: Path) -> None:
-    """Reject a path that cannot become a page, before anything runs.
-
-    Args:
-        path: the file to write.
-
-    Raises:
-        ValueError: if ``path`` is a folder, or its folder does not exist.
-    """
-    if path.is_dir():
-        raise ValueError(f"html={path} is a folder; name a file in it, such as {path / 'compare.html'}")
-    if not path.parent.is_dir():
-        raise ValueError(f"html={path}: the folder {path.parent} does not exist")
 
 
 def write_page(
@@ -46,8 +30,7 @@ def write_page(
         about: what was compared, as names and values: the command, the trace and the settings.
         figures: the PNG files ``compare`` and ``timeline``, which become part of the page.
     """
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files("relibra_jax.cli").joinpath(TEMPLATE).read_text())
+    template = page_template(read_part(TEMPLATE))
     now = datetime.datetime.now(tz=datetime.UTC)
     versions = f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}"
     page = template.render(
