@@ -145,6 +145,16 @@ def test_find_writer_says_what_to_install(monkeypatch, name):
         find_writer(name)
 
 
+@pytest.mark.parametrize("calls", ["mlflow"], indirect=True)
+def test_errors_of_a_package_are_one_line(calls, monkeypatch, tmp_path):
+    def fail(experiment_name):
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr(sys.modules["mlflow"], "set_experiment", fail)
+    with pytest.raises(ValueError, match=r"^writer 'mlflow' does not open: no server$"):
+        open_checked(find_writer("mlflow"), tmp_path, SETTINGS)
+
+
 def test_metrics_log_drops_samples_of_steps_that_are_repeated(tmp_path):
     text = {"prompt": "a", "response": "b", "reward": 1.0, "tokens": 2}
     for start, steps in ((0, (0, 1, 2)), (1, (1,))):

@@ -150,7 +150,7 @@ def status_text(metrics: Mapping[str, Any], *, step: int, total: int, left: floa
         f"{step}/{total}",
         _number(metrics.get("reward/mean")),
         _number(metrics.get("warmup/loss" if metrics["kind"] == WARM_UP else "policy/loss")),
-        _number(metrics.get("response/tokens")),
+        _number(metrics.get("response/tokens"), decimals=1),
         _number(metrics.get("balance/imbalance")),
         _number(metrics["speed/tokens_per_second"]),
         format_seconds(of_phase["generate"]),
@@ -194,15 +194,15 @@ def format_seconds(seconds: int | float | None) -> str:
     return f"{minutes}m{rest:02}" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}"
 
 
-def _number(value: int | float | None) -> str:
-    """Format a number with three or four digits; ``-`` for None.
+def _number(value: int | float | None, *, decimals: int = 3) -> str:
+    """Format a number with three or four digits, and at most these decimals; ``-`` for None.
 
     >>> [_number(value) for value in (None, -0.0123, 14.21, 123.4, 56789)]
-    ['-', '-0.012', '14.2', '123', '56.8k']
+    ['-', '-0.012', '14.2', '123', '57k']
     """
     if value is None:
         return "-"
     size = abs(value)
     if size >= 9999.5:
-        return f"{value / 1e3:.{1 if size < 99950 else 0}f}k"
-    return f"{value:.{3 if size < 9.9995 else 1 if size < 99.95 else 0}f}"
+        return f"{value / 1e3:.0f}k"
+    return f"{value:.{decimals if size < 9.9995 else 1 if size < 99.95 else 0}f}"

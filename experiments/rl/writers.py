@@ -152,7 +152,7 @@ NAMED_WRITERS: Final[Mapping[str, NamedWriter]] = MappingProxyType(
     {
         "tensorboard": NamedWriter(TensorBoard, "tensorboardX", "tensorboardX"),
         "wandb": NamedWriter(WeightsAndBiases, "wandb", "wandb"),
-        "mlflow": NamedWriter(MLflow, "mlflow", "mlflow-skinny"),
+        "mlflow": NamedWriter(MLflow, "mlflow", "mlflow"),
     }
 )
 """The writers by name."""
@@ -169,8 +169,8 @@ def find_writer(name: str) -> OpenWriter:
         The function of a folder and settings that opens the writer.
 
     Raises:
-        ValueError: if the package of a named writer is not installed, there is no such name, module or function, or
-            the function does not take a folder and settings.
+        ValueError: if the package of a named writer is not installed, or raises an error when it opens; if there is no
+            such name, module or function; or if the function does not take a folder and settings.
     """
     if ":" not in name:
         writer = look_up("writer ", name, NAMED_WRITERS)
@@ -178,7 +178,14 @@ def find_writer(name: str) -> OpenWriter:
             raise ValueError(
                 f"writer {name!r} is not installed; install it with: pip install {writer.package}"
             )
-        return writer.open
+
+        def open_named(folder: Path, settings: dict[str, Any]) -> Writer:
+            try:
+                return writer.open(folder, settings)
+            except Exception as error:  # packages have errors of their own, for example without a login
+                raise ValueError(f"writer {name!r} does not open: {error}") from error
+
+        return open_named
     function = import_outside("writer", name)
     try:
         inspect.signature(function).bind(Path(), {})

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from experiments.rl.metrics import LEARN
 from experiments.rl.metrics_log import METRICS_FILE, SAMPLES_FILE, read_metrics
@@ -102,7 +102,7 @@ def list_of(line: Line | None, name: str) -> list[Number]:
     return values if isinstance(values, list) and all(map(is_number, values)) else []
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[Number]:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
