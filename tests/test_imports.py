@@ -45,7 +45,9 @@ CONFINED = {
     "orbax": {"relibra_jax.execution", "relibra_jax.nnx"},
 }
 # What experiments may take from the command line: its drawing.
-DRAWING = {f"relibra_jax.cli.{name}" for name in ("drawing", "figures", "palette", "terminal", "timeline")}
+DRAWING = {
+    f"relibra_jax.cli.{name}" for name in ("drawing", "figures", "pages", "palette", "terminal", "timeline")
+}
 EVERYWHERE = {"jax", "numpy"} | set(sys.stdlib_module_names) - {"pickle"}
 
 

@@ -9,7 +9,7 @@ from experiments.rl.metrics import LEARN
 from experiments.watch.charts import Series, colour_scale, heatmap, line_figure
 from experiments.watch.curves import Figure, keys_of
 from experiments.watch.last_step import MEASURED
-from experiments.watch.run_data import Number, SeedData, list_of, values_of
+from experiments.watch.run_data import Line, Number, SeedData, list_of, values_of
 from relibra_jax.cli.palette import IDLE, planner_style
 
 STATIC: Final = planner_style("static").colour
@@ -18,6 +18,9 @@ MAPS: Final = {
     "under the plan": "balance/imbalance_by_layer",
 }
 """The metrics of the maps of layers."""
+
+UNUSUAL: Final = 5
+"""The multiple of the median duration from which on a step is left out of the phases: it compiled programs."""
 
 
 class LayerMap(NamedTuple):
@@ -50,13 +53,14 @@ def balance_figures(seed: SeedData, planner: str) -> list[Figure]:
         planner: the name of the planner, which gives the colour of its plans.
     """
     lines, colour = seed.of_kind(LEARN), planner_style(planner).colour
+    usual = _usual_steps(lines)
     imbalance = [
         Series("static placement", values_of(lines, "balance/imbalance_static"), STATIC),
         Series(f"under the plan of {planner}", values_of(lines, "balance/imbalance"), colour),
         Series("lower bound", values_of(lines, "balance/imbalance_bound"), "var(--text)", "dashed"),
     ]
     measured = [
-        Series(label, values_of(lines, f"time/{name}_seconds"), "var(--muted)" if tint == IDLE else tint)
+        Series(label, values_of(usual, f"time/{name}_seconds"), "var(--muted)" if tint == IDLE else tint)
         for name, (tint, label) in MEASURED.items()
     ]
     modelled = [
@@ -68,9 +72,23 @@ def balance_figures(seed: SeedData, planner: str) -> list[Figure]:
         Figure(title, note, line_figure(series, least=least), keys_of(series))
         for title, note, series, least in (
             ("Imbalance", "max / mean of rank load, counted; 1 is perfect", imbalance, 1.0),
-            ("Time by phase", "seconds of a step, measured", measured, 0.0),
+            (
+                "Time by phase",
+                f"seconds, measured; without steps of {UNUSUAL} times the median",
+                measured,
+                0.0,
+            ),
             ("Modelled time", "seconds of recompute and updates of one epoch, modelled", modelled, None),
         )
+    ]
+
+
+def _usual_steps(lines: list[Line]) -> list[Line]:
+    """Leave out the steps that took much longer than most."""
+    steps = values_of(lines, "time/step_seconds")
+    limit = UNUSUAL * float(np.median([seconds for _, seconds in steps])) if steps else 0.0
+    return [
+        line for line in lines if values_of([line], "time/step_seconds") and line["time/step_seconds"] < limit
     ]
 
 
