@@ -11,7 +11,6 @@ A run that resumes continues its run of W&B or MLflow, whose id is kept in the f
 
 import importlib
 import importlib.util
-import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from experiments.rl.metrics import lists_of, scalars_of
 from relibra_jax.support.atomic_write import write_atomically
-from relibra_jax.support.outside import import_outside
+from relibra_jax.support.outside import import_function
 from relibra_jax.support.suggestions import look_up
 
 type Lists = dict[str, list[int | float]]
@@ -186,12 +185,7 @@ def find_writer(name: str) -> OpenWriter:
                 raise ValueError(f"writer {name!r} does not open: {error}") from error
 
         return open_named
-    function = import_outside("writer", name)
-    try:
-        inspect.signature(function).bind(Path(), {})
-    except TypeError as error:
-        raise ValueError(f"writer {name!r} must be a function of (folder, settings): {error}") from error
-    return function
+    return import_function("writer", name, "folder", "settings")
 
 
 def open_checked(open_writer: OpenWriter, folder: Path, settings: dict[str, Any]) -> Writer:

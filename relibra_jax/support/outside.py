@@ -1,8 +1,10 @@
 """Import of a user's own functions and planners, named on the command line as ``my_module:my_planner``."""
 
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from relibra_jax.support.suggestions import suggest_names
@@ -42,3 +44,31 @@ def import_outside(kind: str, name: str) -> Any:
             f"{kind} {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
         )
     return getattr(module, attribute)
+
+
+def import_function(kind: str, name: str, *parameters: str) -> Callable[..., Any]:
+    """Import a function by its name, and check that it can be called with some positional arguments.
+
+    Args:
+        kind: the kind of function, for error messages, for example ``writer``.
+        name: the name, written ``module:function``.
+        parameters: what the function is called with, for error messages.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: under the conditions of `import_outside`, or if the function cannot be called so.
+
+    >>> import_function("reward", "os.path:basename", "completion", "example")
+    Traceback (most recent call last):
+    ValueError: reward 'os.path:basename' must be a function of (completion, example): too many positional arguments
+    """
+    function = import_outside(kind, name)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ValueError(
+            f"{kind} {name!r} must be a function of ({', '.join(parameters)}): {error}"
+        ) from error
+    return function
