@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -61,7 +61,8 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: st
 
     Returns:
         A function from the texts of the messages, the first from the user, the second from the assistant and so on in
-        turn, to the text of the chat, up to the start of the assistant's next response. It raises ValueError, with the
+        turn, to the text of the chat, up to the start of the assistant's next response. With ``messages=``, pairs of
+        role and content, it renders these messages. It raises ValueError, with the
         template's message, if the template raises, takes more than `MOST_SECONDS`, or gives more than
         `MOST_CHARACTERS`.
 
@@ -78,7 +79,13 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: st
         raise ValueError(f"{place}: a template of {len(template)} characters; at most {MOST_CHARACTERS}")
     renderer = _Renderer(place)
     renderer.ask({"template": template, "special_tokens": dict(special_tokens)})
-    return lambda *texts: renderer.ask({"texts": texts})
+
+    def render(*texts: str, messages: Iterable[tuple[str, str]] = ()) -> str:
+        return renderer.ask(
+            {"messages": [*messages, *zip(itertools.cycle(("user", "assistant")), texts, strict=False)]}
+        )
+
+    return render
 
 
 class _Renderer:
@@ -126,14 +133,14 @@ def _end(process: subprocess.Popen) -> None:
 def _answer_requests() -> None:
     """Answer requests, a line each, in the process of a `_Renderer`."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    render: Callable[[list[str]], str] | None = None
+    render: Callable[[list[list[str]]], str] | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if render is None:
                 render, text = _compile(request["template"], request["special_tokens"]), ""
             else:
-                text = render(request["texts"])
+                text = render(request["messages"])
             answer = {"text": text}
         except TemplateSyntaxError as error:
             answer = {"error": f", line {error.lineno}: {_one_line(error)}"}
@@ -142,7 +149,7 @@ def _answer_requests() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[list[str]], str]:
+def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[list[list[str]]], str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -150,9 +157,8 @@ def _compile(template: str, special_tokens: Mapping[str, str]) -> Callable[[list
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     compiled = environment.from_string(template)
 
-    def render(texts: list[str]) -> str:
-        roles = itertools.cycle(("user", "assistant"))
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    def render(pairs: list[list[str]]) -> str:
+        messages = [{"role": role, "content": content} for role, content in pairs]
         return compiled.render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.rl.tokens import Tokenizer
+from experiments.rl.tokens import Prompt, Tokenizer, plain_text
 from relibra_jax.support.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ TURN: Final = "\ue000"
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint, with its chat template if it has one.
 
-    With a chat template, a prompt is the first message of a chat, and a reply is a further message of the user: every
-    template has users, but tools only answer calls in the model's own format. Without one, both are plain text, and
-    a prompt is preceded by what ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this
-    ignores ``add_bos_token`` of ``tokenizer_config.json``.
+    With a chat template, a prompt is the first message of a chat or a whole chat, and a reply is a further message of
+    the user: every template has users, but tools only answer calls in the model's own format. Without one, both are
+    plain text, and a prompt is preceded by what ``tokenizer.json`` puts before a text: BOS or nothing. Like
+    transformers 5, this ignores ``add_bos_token`` of ``tokenizer_config.json``.
 
     Args:
         folder: the folder of the checkpoint, with ``tokenizer.json``.
@@ -132,7 +132,7 @@ def _encoders(
     settings: Mapping[str, Any],
     special_tokens: Mapping[str, str],
     ends: tuple[int, ...],
-) -> tuple[Callable[[str], list[int]], Callable[[str], list[int]]]:
+) -> tuple[Callable[[Prompt], list[int]], Callable[[str], list[int]]]:
     """Make the functions that encode a prompt and a reply."""
     template, place = _chat_template(folder, settings)
 
@@ -159,11 +159,14 @@ def _encoders(
                     break
             return tokens
 
-        # The template writes all special tokens itself.
-        return lambda prompt: encode_text(render(prompt)), encode_reply
+        def encode_chat(prompt: Prompt) -> list[int]:
+            # The template writes all special tokens itself.
+            return encode_text(render(prompt) if isinstance(prompt, str) else render(messages=prompt))
 
-    def encode_prompt(prompt: str) -> list[int]:
-        encoding = backend.encode(prompt)
+        return encode_chat, encode_reply
+
+    def encode_prompt(prompt: Prompt) -> list[int]:
+        encoding = backend.encode(plain_text(prompt))
         tokens, added = encoding.ids, encoding.special_tokens_mask
         # The response follows the prompt, so drop an end token that the tokenizer added after the text.
         while tokens and added[len(tokens) - 1] and tokens[-1] in ends:

@@ -6,7 +6,7 @@ The tokens of the latter are the 256 bytes and three special tokens after them.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -21,6 +21,30 @@ VOCABULARY: Final = 259
 """The number of tokens of `BYTES`."""
 
 
+class Message(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    """The writer of the message, such as system, user or assistant."""
+    content: str
+    """The text."""
+
+
+type Prompt = str | tuple[Message, ...]
+"""A prompt: a text, which is the user's message in a chat, or all messages of a chat."""
+
+
+def plain_text(prompt: Prompt) -> str:
+    """Return a prompt's text, for tokenizers without a chat template.
+
+    Raises:
+        ValueError: if it is a chat.
+    """
+    if not isinstance(prompt, str):
+        raise ValueError("a list of messages needs a chat template, and the tokenizer of this run has none")
+    return prompt
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     """A tokenizer. `BYTES` is one, and `experiments.rl.checkpoint_tokenizer` reads those of checkpoints.
@@ -29,7 +53,7 @@ class Tokenizer:
     ([257, 97, 195, 169], [98, 258])
     """
 
-    encode_prompt: Callable[[str], list[int]]
+    encode_prompt: Callable[[Prompt], list[int]]
     """Encodes a prompt, up to where the response starts: after a start token, or in the model's chat template."""
     encode_text: Callable[[str], list[int]]
     """Encodes a text without special tokens."""
@@ -117,7 +141,7 @@ def _decode_bytes(tokens: Sequence[int]) -> str:
 
 
 BYTES: Final = Tokenizer(
-    encode_prompt=lambda prompt: [BOS, *prompt.encode()],
+    encode_prompt=lambda prompt: [BOS, *plain_text(prompt).encode()],
     encode_text=lambda text: list(text.encode()),
     encode_reply=lambda text: list(text.encode()),
     decode_text=_decode_bytes,
