@@ -324,7 +324,7 @@ def test_score_responses_masks_and_counts_rewards_that_are_not_finite(value):
     assert rewards.scored.tolist() == [True, False, True]
     assert rewards.reward.tolist() == [1, 0, 1]
     [failure] = rewards.failures
-    assert failure.startswith("sample 1: prompt 'b', response 'A': ")
+    assert failure.text.startswith("sample 1: prompt 'b', response 'A': ")
 
 
 LAYERS, EXPERTS = 2, 8

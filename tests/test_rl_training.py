@@ -360,8 +360,8 @@ def test_score_responses_masks_only_the_sample_whose_reward_function_raises():
     response = np.array([np.arange(21) >= len(prompt) for prompt in prompts]) & (tokens != BYTES.pad)
     rewards = score_responses(task, examples, tokens, response)
     assert rewards.scored.sum() == len(examples) - 1
-    assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
-    assert "KeyError('b')" in rewards.failures[0]
+    assert rewards.failures[0].text.startswith("sample 5: prompt 'copy ab: '")
+    assert "KeyError('b')" in rewards.failures[0].text
     weight = np.asarray(token_weights(response & rewards.scored[:, None]))
     assert not weight[5].any()
     assert weight.sum() == pytest.approx(1, abs=1e-6)

@@ -21,6 +21,7 @@ from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
 from experiments.rl.correction import Correction
 from experiments.rl.dapo import Dapo
 from experiments.rl.devices import FSDP
+from experiments.rl.evaluation import Evaluation
 from experiments.rl.generation import check_sampling
 from experiments.rl.groups import copies_of_machine
 from experiments.rl.losses import LOSSES, WEIGHTS, Clip
@@ -30,6 +31,7 @@ from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, anneale
 from experiments.rl.policy import POLICIES
 from experiments.rl.process_group import HUNG_SECONDS, PATIENCE_SECONDS
 from experiments.rl.reference import Reference
+from experiments.rl.reward_pool import PoolSettings
 from experiments.rl.waves import check_wave
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Ranks
@@ -77,7 +79,16 @@ class Train:
     """
 
     task: str = "count"
-    """The task: copy, reverse, add, count, numbers or calculator (built in), or the name of a task of reasoning-gym."""
+    """The task: copy, reverse, add, count, numbers or calculator (built in), the name of a task of reasoning-gym, or
+    a function that returns a task, as ``my_module:my_task``.
+    Several tasks with weights, such as numbers=2,copy=1, share every batch."""
+    prompts_file: Path | None = None
+    """A file with prompts of your own, in place of a task: a JSON object in every line, with a ``prompt`` (a text, or
+    a list of messages), possibly an ``answer``, and any further keys."""
+    reward: str | None = None
+    """The reward function for ``prompts_file``, as ``my_module:my_reward``.
+    It gets a completion and the line's object, and returns a number. None compares with the ``answer``."""
+    reward_pool: PoolSettings = dataclasses.field(default_factory=PoolSettings)
     policy: str = "tiny"
     """The model to train from random weights: tiny or small."""
     model: Path | None = None
@@ -224,6 +235,7 @@ class Train:
     """The number of evaluation batches, the same for all seeds, scored after the warm-up and at the end."""
     evaluate_every: int | None = None
     """The number of learning steps between additional evaluations. None makes no additional evaluations."""
+    evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
     checkpoint_every: int = 20
     """The number of steps between two checkpoints, in the warm-up too."""
     record: int = 0
@@ -256,6 +268,7 @@ class Train:
         self._check_window()
         self._check_turns()
         self._check_routing()
+        self._check_data()
         self._check_engine()
         self._check_memory()
 
@@ -287,6 +300,8 @@ class Train:
                 f"policy={self.policy!r} and model={self.model} exclude each other: policy starts from random"
                 " weights, model from a checkpoint"
             )
+        if self.prompts_file is not None:
+            object.__setattr__(self, "prompts_file", self.prompts_file.resolve())
         if self.resume is not None and self.out is not None:
             raise ValueError(f"resume={self.resume} and out={self.out}: give one of them")
 
@@ -507,6 +522,34 @@ class Train:
                 "float8_recompute=True needs replay=True: otherwise the recompute routes live, as the updates"
             )
 
+    def _check_data(self) -> None:
+        """Check the settings of own prompts and rewards, and of evaluations."""
+        evaluation = self.evaluation
+        if self.prompts_file is not None:
+            if self.task != type(self).task:
+                raise ValueError(f"task={self.task} and prompts_file={self.prompts_file}: give one of them")
+        else:
+            for name in ("prompts_file", "share"):
+                if getattr(evaluation, name) != getattr(Evaluation, name):
+                    raise ValueError(
+                        f"evaluation.{name}={getattr(evaluation, name)} is for runs with a prompts_file"
+                    )
+            if self.reward is not None:
+                raise ValueError(f"reward={self.reward} needs a prompts_file: tasks have their own")
+        if self.reward_pool != PoolSettings() and self.reward is None and ":" not in self.task:
+            raise ValueError(
+                f"no reward function is given as module:function, so nothing uses {self.reward_pool}"
+            )
+        if self.samples % self.evaluation_samples:
+            raise ValueError(
+                f"evaluation.samples={self.evaluation_samples} must divide the {self.samples} samples of a batch"
+            )
+        if evaluation.pass_at > self.evaluation_samples:
+            raise ValueError(
+                f"evaluation.pass_at={evaluation.pass_at} must be at most {self.evaluation_samples}, the number of"
+                " responses to an evaluation prompt (evaluation.samples)"
+            )
+
     def _check_engine(self) -> None:
         """Check that the servers have addresses, and that no setting of the own sampler is for them."""
         check_integer("staleness", self.staleness, least=0)
@@ -581,6 +624,17 @@ class Train:
     def samples(self) -> int:
         """B, the number of samples in a batch."""
         return self.prompts * self.responses_per_prompt
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """The sampling temperature of evaluations."""
+        return self.temperature if self.evaluation.temperature is None else self.evaluation.temperature
+
+    @property
+    def evaluation_samples(self) -> int:
+        """The number of responses to each prompt in evaluations."""
+        default = 1 if self.evaluation_temperature == 0 else self.responses_per_prompt
+        return default if self.evaluation.samples is None else self.evaluation.samples
 
     @property
     def compared(self) -> int:

@@ -54,19 +54,34 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "evaluation/reward": Metric(
             "reward", "mean reward of the samples that have one; null if none has", (EVALUATE,)
         ),
+        "evaluation/reward_by_task": Metric(
+            "reward",
+            "the same for each task of a mixture, in the order of `--task`",
+            (EVALUATE,),
+            listed=True,
+        ),
+        "evaluation/pass_at_k": Metric(
+            "share",
+            "estimate of pass@k with k = `--evaluation.pass-at`: the probability that one of k responses to a prompt"
+            " is correct; null if no prompt has k responses with rewards",
+            (EVALUATE,),
+        ),
         "evaluation/samples": Metric("samples", "number of samples that have a reward", (EVALUATE,)),
         "evaluation/failed": Metric(
             "samples",
-            "number of samples whose reward function raised or returned no finite number",
+            "number of samples without a reward because their reward function failed",
             (EVALUATE,),
         ),
         "reward/mean": Metric(
             "reward",
             "mean reward of the samples that have one, including those that DAPO replaces; null if none has",
         ),
+        "reward/mean_by_task": Metric(
+            "reward", "the same for each task of a mixture, in the order of `--task`", listed=True
+        ),
         "reward/failed": Metric(
             "samples",
-            "number of samples left out because their reward function raised or returned no finite number",
+            "number of samples left out because their reward function failed, the sum of the next four",
         ),
         "reward/solved_by_all": Metric(
             "share",
@@ -76,6 +91,14 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "reward/solved_by_none": Metric(
             "share", "share of prompts none of whose responses has a reward of at least 1; null as above"
         ),
+        "reward/failed_raised": Metric(
+            "samples", "those whose reward function raised, or whose task's reply did"
+        ),
+        "reward/failed_not_finite": Metric("samples", "those whose reward was no finite number"),
+        "reward/failed_timed_out": Metric(
+            "samples", "those whose reward took longer than `--reward-pool.seconds`"
+        ),
+        "reward/failed_process_ended": Metric("samples", "those whose reward function ended its process"),
         "reward/overlong": Metric(
             "reward", "mean length penalty subtracted from rewards before learning; null except in DAPO"
         ),

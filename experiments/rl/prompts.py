@@ -9,9 +9,13 @@ from jaxtyping import Bool, Int
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
 from experiments.rl.processes import check_same
+from experiments.rl.prompt_files import file_task
+from experiments.rl.task_mixtures import find_tasks
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 
+EVALUATION: Final = 2
+"""A part of the seeds of examples and random keys, for evaluations; see `experiments.rl.rollout.PROMPTS`."""
 MORE_EXAMPLES: Final = 8
 """The multiple of the needed examples that is drawn if some examples are too long."""
 
@@ -43,12 +47,27 @@ class Prompts:
         examples = self.draw(seed, self.config.prompts)
         return [example for example in examples for _ in range(self.config.responses_per_prompt)]
 
-    def draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
+    def evaluation_groups(self, number: int) -> list[Example]:
+        """Draw the examples of an evaluation batch, each repeated for all its responses.
+
+        They are the same for all seeds of runs. A task with examples for evaluations alone gives each of them once
+        before one is repeated, in all batches together.
+        """
+        samples = self.config.evaluation_samples
+        count = self.config.samples // samples
+        if self.task.draw_evaluation is None:
+            examples = self.draw((EVALUATION, number), count)
+        else:
+            examples = self.draw((EVALUATION,), (number + 1) * count, evaluation=True)[number * count :]
+        return [example for example in examples for _ in range(samples)]
+
+    def draw(self, seed: tuple[int, ...], count: int, *, evaluation: bool = False) -> list[Example]:
         """Draw examples whose prompts and answers are not too long.
 
         Args:
             seed: the seed of the task's examples.
             count: the number of examples.
+            evaluation: whether the examples are for an evaluation.
 
         Returns:
             The first ``count`` examples that fit.
@@ -58,7 +77,7 @@ class Prompts:
         """
         config = self.config
         for times in (1, MORE_EXAMPLES):
-            examples = self.task.sample(seed, times * count)
+            examples = self.task.sample(seed, times * count, evaluation=evaluation)
             lengths = np.array([self._lengths(example) for example in examples])
             most = (
                 config.prompt_tokens,
@@ -139,6 +158,16 @@ class Prompts:
         turns = [len(tokens) for tokens, written in parts if written]
         room = sum(len(tokens) for tokens, _ in parts[:-1]) + (self.config.turn_tokens or turns[-1])
         return len(prompt), max(turns), room
+
+
+def find_run_task(config: Train, tokenizer: Tokenizer) -> Task:
+    """Find the task of a run: that of its file of prompts, or the one that it names.
+
+    Raises:
+        ValueError: under the conditions of `experiments.rl.prompt_files.file_task` and
+            `experiments.rl.task_mixtures.find_tasks`.
+    """
+    return find_tasks(config.task) if config.prompts_file is None else file_task(config, tokenizer)
 
 
 def find_tokenizer(config: Train) -> Tokenizer:

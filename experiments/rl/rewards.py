@@ -1,18 +1,30 @@
 """Rewards of responses, scored sample by sample. If the reward function fails, only that sample is left out."""
 
 import math
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments.rl.processes import from_first
+from experiments.rl.reward_pool import PoolSettings, RewardPool
+from experiments.rl.reward_worker import call_reward
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.contract.types import Array
 
 SOLVED: Final = 1.0
 """The reward from which on a response counts as solving its prompt."""
+
+
+class Failure(NamedTuple):
+    """A sample without a reward, because its reward function failed."""
+
+    kind: str
+    """One of `experiments.rl.reward_worker.FAILURE_KINDS`."""
+    text: str
+    """The sample, its prompt, its response and the error."""
 
 
 class Rewards(NamedTuple):
@@ -22,8 +34,8 @@ class Rewards(NamedTuple):
     """The reward of each sample, 0 for samples without a reward."""
     scored: Bool[np.ndarray, " B"]
     """True for samples with a reward. False if the reward function failed or the response is unfinished."""
-    failures: list[str]
-    """A text for each failure, with the sample, its prompt, its response and the error."""
+    failures: list[Failure]
+    """The failures."""
 
 
 def unscored(samples: int) -> Rewards:
@@ -32,7 +44,7 @@ def unscored(samples: int) -> Rewards:
 
 
 def share_rewards(rewards: Rewards) -> Rewards:
-    """Send the rewards of the first process to all others. The texts of failures stay on the first process."""
+    """Send the rewards of the first process to all others. Failures stay on the first process."""
     reward, scored = from_first((rewards.reward, rewards.scored))
     return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
 
@@ -62,6 +74,25 @@ def measure_solved(rewards: Rewards, responses_per_prompt: int) -> dict[str, flo
     }
 
 
+def mean_by_task(
+    task: Task,
+    examples: Sequence[Example],
+    rewards: Float[np.ndarray, " samples"],
+    scored: Bool[np.ndarray, " samples"],
+) -> list[float | None]:
+    """Return the mean reward of the scored samples of each task of a mixture, in the order of the tasks.
+
+    Args:
+        task: the mixture, or a task, whose list has one element.
+        examples: the example of every sample.
+        rewards: the rewards.
+        scored: True for samples with a reward.
+    """
+    names = np.array([example.task for example in examples])
+    of_task = [names == name if task.parts else np.ones(len(rewards), bool) for name in task.all_parts]
+    return [mean_or_none(rewards[scored & rows]) for rows in of_task]
+
+
 def score_responses(
     task: Task,
     examples: list[Example],
@@ -70,6 +101,7 @@ def score_responses(
     tokenizer: Tokenizer = BYTES,
     *,
     finished: Bool[Array, " B"] | None = None,
+    pool: RewardPool | None = None,
 ) -> Rewards:
     """Score every sample that has finished.
 
@@ -80,6 +112,7 @@ def score_responses(
         response_mask: True on sampled tokens.
         tokenizer: the tokenizer that decodes the sampled tokens. The task scores their last turn.
         finished: False for unfinished responses, which get no reward yet. None if all have finished.
+        pool: the processes that score for tasks with a ``function``. None scores in this process.
 
     Returns:
         The rewards, and the failures of the reward function.
@@ -91,16 +124,34 @@ def score_responses(
     [1.0, 0.0]
     """
     scored = np.ones(len(examples), bool) if finished is None else np.array(finished)
+    completions = {
+        sample: tokenizer.decode_turns(np.asarray(tokens[sample])[response_mask[sample]].tolist())[-1]
+        for sample in np.flatnonzero(scored).tolist()
+    }
+    calls, answers = {}, {}
+    for sample, completion in completions.items():
+        part = task.parts[examples[sample].task] if task.parts else task
+        if pool is None or part.function is None:
+            answers[sample] = call_reward(part.score, completion, examples[sample])
+        else:
+            of_task = part.function.of_task
+            example: Any = examples[sample] if of_task else examples[sample].entry
+            calls[sample] = (part.function, (completion, example))
+    if pool is not None:
+        answers |= dict(zip(calls, pool.call(list(calls.values())), strict=True))
     reward, failures = np.zeros(len(examples), np.float32), []
-    for sample in np.flatnonzero(scored):
-        example, sampled = examples[sample], np.asarray(tokens[sample])[response_mask[sample]]
-        completion = tokenizer.decode_turns(sampled.tolist())[-1]
-        try:
-            value = float(task.score(completion, example))
-            if not math.isfinite(value):
-                raise ValueError(f"a reward must be finite, not {value}")
+    for sample, completion in completions.items():
+        kind, value = answers[sample]
+        if kind is None:
             reward[sample] = value
-        except Exception as error:  # the user's reward function may raise anything
+        else:
             scored[sample] = False
-            failures.append(f"sample {sample}: prompt {example.prompt!r}, response {completion!r}: {error!r}")
+            text = f"sample {sample}: prompt {examples[sample].prompt!r}, response {completion!r}: {value}"
+            failures.append(Failure(kind, text))
     return Rewards(reward, scored, failures)
+
+
+def start_pool(task: Task, settings: PoolSettings) -> RewardPool | None:
+    """Start the processes for the reward functions of a task. None if they all run in the run's own process."""
+    functions = [part.function for part in task.all_parts.values() if part.function is not None]
+    return RewardPool(functions, settings) if functions else None

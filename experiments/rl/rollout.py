@@ -30,12 +30,16 @@ from experiments.rl.generation import Responses, Watch
 from experiments.rl.processes import is_first
 from experiments.rl.prompts import Prompts
 from experiments.rl.responses import choose_samples, join_responses
+from experiments.rl.reward_worker import RAISED
 from experiments.rl.rewards import (
+    Failure,
     Rewards,
+    mean_by_task,
     mean_or_none,
     measure_solved,
     score_responses,
     share_rewards,
+    start_pool,
     unscored,
 )
 from experiments.rl.state import State
@@ -73,6 +77,8 @@ class Rollout(NamedTuple):
     version: Int[Array, "B T"]
     """The version of the weights that sampled each token. `UNSAMPLED` for tokens that were not sampled, and for those
     that earlier steps sampled and windows carried, whose version is not kept."""
+    examples: Sequence[Example] = ()
+    """The example of every sample."""
 
 
 class Sampler:
@@ -91,6 +97,7 @@ class Sampler:
         self._sent = Sent()
         steps = config.warmup_steps + config.steps
         self._ahead = BatchesAhead(config.staleness, steps, self._batch_of) if config.staleness else None
+        self._pool = start_pool(prompts.task, config.reward_pool) if is_first() else None
 
     def sync(self) -> None:
         """Give the engine the weights of the run. Responses that it is sampling carry on under them."""
@@ -99,6 +106,8 @@ class Sampler:
 
     def close(self) -> None:
         """End what runs beside the run, and free what the engine holds outside of this process."""
+        if self._pool is not None:
+            self._pool.close()
         if self._ahead is not None:
             self._ahead.forget()
         self.engine.close()
@@ -148,12 +157,14 @@ class Sampler:
                 **self._measure_turns(responses, self.config.samples_at_once),
             },
             version=generation.version,
+            examples=examples,
         )
 
     def _dynamic_sampling(self, executor: Executor, clock: StepClock) -> Rollout:
         """Make rollouts until enough prompts have rewards that differ, or the maximum number of rollouts is reached."""
         config, per_prompt = self.config, self.config.responses_per_prompt
         rollouts: list[tuple[Responses, Rewards]] = []
+        all_examples: list[Example] = []
         generations: list[Generation] = []
         differ = np.zeros(0, bool)
         with clock("generate"):
@@ -164,6 +175,7 @@ class Sampler:
             with clock("generate"):
                 generation = self.respond(examples, jax.random.fold_in(self._key(self.state.step), number))
             generations.append(generation)
+            all_examples += examples
             responses, finished = generation.responses, ~generation.dropped
             with clock("score_wait"):
                 scoring = executor.submit(
@@ -201,11 +213,13 @@ class Sampler:
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
                 **measure_solved(Rewards(reward, scored, []), per_prompt),
+                "reward/mean_by_task": mean_by_task(self.prompts.task, all_examples, reward, scored),
                 "reward/overlong": float(penalty.mean()),
                 "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
                 "reward/equal_prompts": int((~differ[chosen]).sum()),
             },
             version=np.where(responses.response_mask, self.state.step, UNSAMPLED),
+            examples=[all_examples[sample] for sample in samples],
         )
 
     def _windows(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
@@ -256,6 +270,7 @@ class Sampler:
                 "response/most_policies": int(state.step - began[new_mask.any(1)].min() + 1),
             },
             version=np.where(new_mask & responses.response_mask, state.step, UNSAMPLED),
+            examples=examples,
         )
 
     def _window(self, rows: Carried, number: int, watch: Watch | None) -> Generation:
@@ -305,7 +320,14 @@ class Sampler:
         """Draw the examples of one rollout of a step, each repeated for all its responses."""
         return self.prompts.groups((self.seed, PROMPTS, step, *([rollout] if rollout else [])))
 
-    def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Generation:
+    def respond(
+        self,
+        examples: list[Example],
+        key: jax.Array,
+        *,
+        watch: Watch | None = None,
+        evaluation: bool = False,
+    ) -> Generation:
         """Sample a whole response to each example's prompt, with random keys of their own.
 
         Args:
@@ -313,11 +335,12 @@ class Sampler:
             key: the random key of the rollout.
             watch: a callback to call during generation. None for no callback. With several turns it is not called,
                 because responses whose turn has ended may go on.
+            evaluation: whether to sample as evaluations do, and not as for learning.
 
         Returns:
             The responses, on the host, and those that were dropped.
         """
-        part = self._part(examples, key, watch)
+        part = self._part(examples, key, watch, evaluation=evaluation)
         return share_generation(part, len(examples)) if self.config.engine else part()
 
     def score(
@@ -335,7 +358,7 @@ class Sampler:
             responses: the responses, on the host.
             clock: the clock of the step.
             finished: False for unfinished responses, which get no reward. None if all have finished.
-            failures: the texts of failures so far, to which those of the reward function are added.
+            failures: the texts of failures to reply, to which the failures of the reward function are added.
 
         Returns:
             The rewards on the first process, and unscored samples on the others.
@@ -350,14 +373,21 @@ class Sampler:
                 responses.response_mask,
                 self.prompts.tokenizer,
                 finished=finished,
+                pool=self._pool,
             )
-            return rewards._replace(failures=[*failures, *rewards.failures])
+            before = [Failure(RAISED, text) for text in failures]
+            return rewards._replace(failures=[*before, *rewards.failures])
 
     def _batch_of(self, step: int) -> Callable[[], Generation]:
         return self._part(self.examples(step), self._key(step))
 
     def _part(
-        self, examples: list[Example], key: jax.Array, watch: Watch | None = None
+        self,
+        examples: list[Example],
+        key: jax.Array,
+        watch: Watch | None = None,
+        *,
+        evaluation: bool = False,
     ) -> Callable[[], Generation]:
         """Return a function that samples the responses for which this process asks servers, or all without servers.
 
@@ -366,18 +396,24 @@ class Sampler:
         config, turn_tokens, samples = self.config, self.config.turn_tokens, len(examples)
         own = own_part(samples) if config.engine else np.arange(samples)
         prompts, lengths = (array[own] for array in self.prompts.encode(examples))
-        per_prompt = config.responses_per_prompt
+        per_prompt, temperature = config.responses_per_prompt, config.temperature
+        if evaluation:
+            per_prompt, temperature = config.evaluation_samples, config.evaluation_temperature
         if turn_tokens is None:
             keys = jax.random.split(key, samples)[own]
             return lambda: self._generate(
-                prompts, lengths, keys, config.response_tokens, watch, responses_per_prompt=per_prompt
+                *(prompts, lengths, keys, config.response_tokens, watch),
+                temperature=temperature,
+                responses_per_prompt=per_prompt,
             )
 
         def generate(conversations: Int[Array, "B P"], lengths: Int[Array, " B"], turn: int) -> Generation:
             # The responses to a prompt have only the first turn's prompt in common.
             keys = jax.random.split(jax.random.fold_in(key, turn), samples)[own]
             return self._generate(
-                conversations, lengths, keys, turn_tokens, responses_per_prompt=1 if turn else per_prompt
+                *(conversations, lengths, keys, turn_tokens),
+                temperature=temperature,
+                responses_per_prompt=1 if turn else per_prompt,
             )
 
         of_part = [examples[sample] for sample in own]
@@ -391,12 +427,13 @@ class Sampler:
         max_new_tokens: int,
         watch: Watch | None = None,
         *,
+        temperature: float | None = None,
         responses_per_prompt: int = 1,
     ) -> Generation:
         config, tokenizer = self.config, self.prompts.tokenizer
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
-            temperature=config.temperature,
+            temperature=config.temperature if temperature is None else temperature,
             top_p=config.top_p,
             ends=tokenizer.ends,
             pad=tokenizer.pad,

@@ -1,5 +1,6 @@
 """The metrics of a step apart from balance: its times, rewards and responses, and what policy and critic learned."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -9,11 +10,13 @@ from jaxtyping import Float
 from experiments.rl.algorithms import Targets
 from experiments.rl.correction import Correction, importance_weights, measure_correction
 from experiments.rl.metrics import FAILURES, LENGTH_LEVELS, MISMATCH_LEVELS, SHOWN_FAILURES
-from experiments.rl.rewards import Rewards, mean_or_none
+from experiments.rl.reward_worker import FAILURE_KINDS
+from experiments.rl.rewards import Rewards, mean_by_task, mean_or_none
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
 from experiments.rl.step import StepMetrics
 from experiments.rl.step_clock import StepClock, exposed_seconds
+from experiments.rl.tasks import Example, Task
 from relibra_jax.contract.types import Array
 
 SMALLEST_VARIANCE: Final = 1e-10
@@ -50,12 +53,15 @@ def measure_memory() -> dict[str, int | None]:
     }
 
 
-def measure_rewards(rewards: Rewards) -> dict[str, Any]:
-    """Compute the metrics of the rewards of a step."""
+def measure_rewards(rewards: Rewards, task: Task, examples: Sequence[Example]) -> dict[str, Any]:
+    """Compute the metrics of the rewards of a step, from the example of every sample."""
+    kinds = [failure.kind for failure in rewards.failures]
     return {
         "reward/mean": mean_or_none(rewards.reward[rewards.scored]),
-        "reward/failed": len(rewards.failures),
-        FAILURES: rewards.failures[:SHOWN_FAILURES],
+        "reward/mean_by_task": mean_by_task(task, examples, rewards.reward, rewards.scored),
+        "reward/failed": len(kinds),
+        **{f"reward/failed_{kind}": kinds.count(kind) for kind in FAILURE_KINDS},
+        FAILURES: [failure.text for failure in rewards.failures[:SHOWN_FAILURES]],
     }
 
 

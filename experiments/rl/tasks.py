@@ -2,36 +2,42 @@
 
 A task draws examples from a seed and scores completions. The warm-up trains on the same examples, prompt and answer. A
 task may reply to the turns of the policy, as a tool or a user does (`experiments.rl.turns`). A few tasks are built in.
-With the extra ``rl``, every procedural task of reasoning-gym is available by its own name.
+With the extra ``rl``, every procedural task of reasoning-gym is available by its own name. A task of your own is a
+function that returns it, named ``module:function``.
 """
 
+import dataclasses
 import difflib
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from experiments.rl.calculator import calculate
+from experiments.rl.reward_worker import RewardFunction
+from experiments.rl.tokens import Prompt
+from relibra_jax.support.outside import import_function
 from relibra_jax.support.suggestions import suggest_names
 
 
 class Example(NamedTuple):
     """A prompt with an answer."""
 
-    prompt: str
-    """The text that the policy responds to."""
+    prompt: Prompt
+    """The text, or the messages, that the policy responds to."""
     answer: str
     """A correct answer, for the warm-up. The task may accept other answers, too."""
     entry: Any = None
-    """The entry of reasoning-gym, which its tasks need for scoring."""
+    """What else a task needs for scoring: the entry of reasoning-gym, or the JSON object of a file."""
     turns: tuple[str, ...] = ()
     """Correct turns before the answer, for the warm-up of runs with several turns. The task replies to each."""
+    task: str = ""
+    """The name of the task that it comes from, in a mixture of tasks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """A source of examples and a reward function. `TASKS` has the built-in tasks, and `find_task` finds all.
 
@@ -51,18 +57,34 @@ class Task:
     reply: Callable[[Sequence[str], Example], str | None] | None = None
     """The function that replies to a turn: ``(turns, example) -> text``, or None if the response is complete. It gets
     all turns of the policy so far. None for tasks whose responses have one turn."""
+    draw_evaluation: Callable[[int, int], Sequence[Example]] | None = None
+    """The function that draws examples for evaluations, which training never sees. More examples of a seed begin with
+    those that fewer have. None takes ``draw`` with seeds of its own."""
+    function: RewardFunction | None = None
+    """The reward function by its name, for the processes of `experiments.rl.reward_pool`. If its name is that of a
+    task, it gets the completion and the example, else the completion and ``Example.entry``. None scores in the run's
+    own process."""
+    parts: Mapping[str, "Task"] = dataclasses.field(default_factory=dict)
+    """The tasks of a mixture by their names (`experiments.rl.task_mixtures`). Other tasks have none."""
 
-    def sample(self, seed: int | Sequence[int], count: int) -> list[Example]:
+    @property
+    def all_parts(self) -> Mapping[str, "Task"]:
+        """The tasks of a mixture by their names, or this task alone."""
+        return self.parts or {self.name: self}
+
+    def sample(self, seed: int | Sequence[int], count: int, *, evaluation: bool = False) -> list[Example]:
         """Draw examples. Equal seeds give equal examples.
 
         Args:
             seed: the seed: one number, or several, for example the seed of a run and the number of its batch.
             count: the number of examples.
+            evaluation: whether the examples are for an evaluation.
 
         Returns:
             The examples.
         """
-        return list(self.draw(int(np.random.SeedSequence(seed).generate_state(1)[0]), count))
+        draw = self.draw_evaluation if evaluation and self.draw_evaluation is not None else self.draw
+        return list(draw(int(np.random.SeedSequence(seed).generate_state(1)[0]), count))
 
 
 def exact(completion: str, example: Example) -> float:
@@ -100,20 +122,27 @@ def reply_by_calculator(turns: Sequence[str], example: Example) -> str | None:
 
 
 def find_task(name: str) -> Task:
-    """Find a task by name, among the built-in tasks and those of reasoning-gym.
+    """Find a task by name, among the built-in tasks and those of reasoning-gym, or import one.
 
     Args:
-        name: the name of the task.
+        name: the name of the task, or ``module:function`` for a function that returns one.
 
     Returns:
-        The task.
+        The task. The reward function of an imported one runs in processes.
 
     Raises:
-        ValueError: if there is no such task, if it is not built in and reasoning-gym is not installed, or if its
-            examples have no answers.
+        ValueError: if there is no such task or function, the function returns no task, the task is not built in and
+            reasoning-gym is not installed, or its examples have no answers.
     """
     if name in TASKS:
         return TASKS[name]
+    if ":" in name:
+        task = import_function("task", name)()
+        if not isinstance(task, Task):
+            raise ValueError(
+                f"task {name!r} returned a {type(task).__name__}: it must return an experiments.rl.tasks.Task"
+            )
+        return dataclasses.replace(task, name=name, function=RewardFunction(name, of_task=True))
     try:
         import reasoning_gym  # type: ignore[import-not-found,unused-ignore]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]

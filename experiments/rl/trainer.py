@@ -15,6 +15,7 @@ from flax import nnx
 from experiments.rl.balance import measure_batch
 from experiments.rl.configs import Train
 from experiments.rl.devices import copies_of_group, host_devices
+from experiments.rl.evaluation import pass_at_k
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics import (
@@ -28,9 +29,9 @@ from experiments.rl.metrics import (
 )
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import is_first, on_every_host
-from experiments.rl.prompts import Prompts, find_tokenizer
+from experiments.rl.prompts import EVALUATION, Prompts, find_run_task, find_tokenizer
 from experiments.rl.recording import record_batch
-from experiments.rl.rewards import Rewards, mean_or_none, measure_solved, share_rewards
+from experiments.rl.rewards import Rewards, mean_by_task, mean_or_none, measure_solved, share_rewards
 from experiments.rl.rollout import Sampler
 from experiments.rl.sample_texts import SampleText, choose_texts
 from experiments.rl.stages import (
@@ -57,16 +58,15 @@ from experiments.rl.step_metrics import (
     measure_speed,
 )
 from experiments.rl.targets import compute_targets, initialize_critic
-from experiments.rl.tasks import Example, Task, find_task
+from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import Tokenizer
 from experiments.rl.updates import check_forward, update_policy, update_values
 from relibra_jax.contract.recording import Recording
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx.modelled_times import add_stages, summarise
 
-SUPERVISED, EVALUATION = 0, 2
-"""Parts of the seeds of examples and random keys, for the warm-up and evaluations; see
-`experiments.rl.rollout.PROMPTS`."""
+SUPERVISED = 0
+"""A part of the seeds of examples, for the warm-up; see `experiments.rl.rollout.PROMPTS`."""
 
 
 class Trainer:
@@ -79,8 +79,8 @@ class Trainer:
         tokenizer: the tokenizer. None uses the one of the model.
 
     Raises:
-        ValueError: if the task is unknown, the tokenizer has more tokens than the policy's vocabulary, or there are
-            fewer devices than ranks.
+        ValueError: if the task is unknown or its prompts cannot be read, the tokenizer has more tokens than the
+            policy's vocabulary, or there are fewer devices than ranks.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Trainer:
                 f"the tokenizer has {tokenizer.size} tokens, but the policy's vocabulary has only"
                 f" {config.model_config.vocabulary}"
             )
-        self.prompts = Prompts(config, find_task(config.task) if task is None else task, tokenizer)
+        self.prompts = Prompts(config, find_run_task(config, tokenizer) if task is None else task, tokenizer)
         copies = copies_of_group(config.data, config.fsdp)
         self.mesh = expert_mesh(config.topology, devices=host_devices(config.num_ranks), **copies)
         self.state = State(config, seed, self.mesh)
@@ -205,7 +205,7 @@ class Trainer:
         return {
             "kind": LEARN,
             **dict.fromkeys(ALGORITHM_METRICS),
-            **measure_rewards(rewards),
+            **measure_rewards(rewards, self.prompts.task, rollout.examples),
             **self._measure_solved(rewards),
             **measure_responses(rollout, at_once),
             **rollout.metrics,
@@ -231,22 +231,30 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Score responses to the evaluation prompts, the same at every call and for every seed. Nothing is learned."""
-        rewards: list[Rewards] = []
+        config, rewards = self.config, list[Rewards]()
+        all_examples: list[Example] = []
         self.sampler.sync()
-        for number in range(self.config.evaluation_batches):
-            examples = self.prompts.groups((EVALUATION, number))
+        for number in range(config.evaluation_batches):
+            examples = self.prompts.evaluation_groups(number)
+            all_examples += examples
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, EVALUATION), number)
-            generation = self.sampler.respond(examples, key)
+            generation = self.sampler.respond(examples, key, evaluation=True)
             scored = self.sampler.score(
                 *(examples, generation.responses, StepClock(), ~generation.dropped, generation.failures)
             )
             rewards.append(share_rewards(scored))
-        values = np.concatenate([part.reward[part.scored] for part in rewards])
-        failures = [failure for part in rewards for failure in part.failures]
+        reward, is_scored = (
+            np.concatenate([getattr(part, name) for part in rewards]) for name in ("reward", "scored")
+        )
+        failures = [failure.text for part in rewards for failure in part.failures]
+        shape = (-1, config.evaluation_samples)
+        correct = (reward >= config.evaluation.correct).reshape(shape)
         return {
             "kind": EVALUATE,
-            "evaluation/reward": mean_or_none(values),
-            "evaluation/samples": len(values),
+            "evaluation/reward": mean_or_none(reward[is_scored]),
+            "evaluation/reward_by_task": mean_by_task(self.prompts.task, all_examples, reward, is_scored),
+            "evaluation/pass_at_k": pass_at_k(correct, is_scored.reshape(shape), config.evaluation.pass_at),
+            "evaluation/samples": int(is_scored.sum()),
             "evaluation/failed": len(failures),
             FAILURES: failures[:SHOWN_FAILURES],
         }
