@@ -24,12 +24,12 @@ from jax.sharding import AxisType, Mesh
 from experiments.model_memory import check_device, check_host
 from experiments.rl.configs import Train
 from experiments.rl.devices import copies_of_group
-from experiments.rl.metrics_log import import_writer
-from experiments.rl.prompts import Prompts, find_tokenizer
+from experiments.rl.prompts import Prompts, find_run_task, find_tokenizer
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
-from experiments.rl.tasks import find_task
+from experiments.rl.task_mixtures import find_tasks
 from experiments.rl.train import check_planner
+from experiments.rl.writers import find_writer
 from experiments.step_memory import RunSizes, counted_rows
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay
@@ -170,7 +170,7 @@ def find_refusals(config: Train, hardware: Hardware, sizes: RunSizes) -> tuple[s
         functools.partial(check_device, name, sizes, ranks=ranks, memory=hardware.memory),
     ]
     if config.writer is not None:
-        checks.append(functools.partial(import_writer, config.writer))
+        checks.append(functools.partial(find_writer, config.writer))
     if hardware.here:
         local = ranks if hardware.platform == "cpu" else min(ranks, len(jax.local_devices()))
         checks.append(functools.partial(check_host, name, sizes, ranks=local))
@@ -181,9 +181,11 @@ def find_refusals(config: Train, hardware: Hardware, sizes: RunSizes) -> tuple[s
 
 def _check_task(config: Train) -> None:
     """Find the task, and draw and encode its first prompts if there is a tokenizer."""
-    task = find_task(config.task)
-    if not config.lacks_checkpoint:
-        Prompts(config, task, find_tokenizer(config)).draw((config.seeds[0],), config.prompts)
+    if config.lacks_checkpoint:
+        find_tasks(config.task)
+    else:
+        tokenizer = find_tokenizer(config)
+        Prompts(config, find_run_task(config, tokenizer), tokenizer).draw((config.seeds[0],), config.prompts)
 
 
 def _check_devices(ranks: int) -> None:

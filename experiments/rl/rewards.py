@@ -1,6 +1,5 @@
 """Rewards of responses, scored sample by sample. If the reward function fails, only that sample is left out."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
