@@ -142,22 +142,26 @@ def test_a_pool_works_on_several_rewards_at_once(module):
 
 
 def test_a_process_ends_with_the_run_even_in_the_middle_of_a_reward(module):
-    mark = f"worker-{os.getpid()}"
-    program = f"""
-        import os, sys, threading
+    program = """
+        import os
+        import threading
+
         from experiments.rl.reward_pool import PoolSettings, RewardPool
         from experiments.rl.reward_worker import RewardFunction
 
-        sys.path.append({mark!r})
         function = RewardFunction("some_rewards:reward", of_task=False)
         pool = RewardPool([function], PoolSettings(processes=1))
-        pool.call([(function, ("a", {{}}))])
+        pool.call([(function, ("a", {}))])
         print(pool._workers[0]._process.pid, flush=True)
-        threading.Timer(0.2, lambda: os._exit(1)).start()
-        pool.call([(function, ("a", {{"seconds": 1000}}))])
+        threading.Timer(0.2, lambda: os._exit(0)).start()
+        pool.call([(function, ("a", {"seconds": 1000}))])
     """
     process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     worker = int(process.stdout)
     for _ in range(100):
