@@ -150,9 +150,12 @@ def test_the_command_prints_a_dry_run_and_writes_nothing(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_must_have_the_routing_of_the_model():
+def test_a_trace_must_have_the_routing_of_the_model(monkeypatch):
+    monkeypatch.setattr(dry_run_module, "DRAWN_SAMPLES", 8)
     model = Train().model_config
     assert find_trace(model, None).name == find_trace(model, "recorded").name == "recorded_trace.npz"
+    olmoe = dataclasses.replace(model, num_experts=64, gating=QWEN3_30B.model_config.gating)
+    assert find_trace(olmoe, None).note.endswith("; the calibration is for 128 experts, top-8")
     two = dataclasses.replace(model, layers=2)
     assert find_trace(two, None).replay.expert_ids.shape[2] == 2
     assert some_layers(find_trace(model, None), 2).note == find_trace(two, None).note

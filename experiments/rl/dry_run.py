@@ -207,7 +207,8 @@ def find_trace(model: ModelConfig, name: str | None) -> Trace:
     Args:
         model: the architecture and sizes of the model.
         name: the name or path of a trace. None takes the recorded trace of the package, if it has the model's experts,
-            or else draws one. For a number of experts without a calibration it takes that of the nearest number.
+            or else draws one. For a number of experts without a calibration it takes that of the nearest number, and of
+            two equally near ones the one with the nearest top-k.
 
     Raises:
         ValueError: if the trace cannot be read, or it has another number of experts or another top-k than the model.
@@ -222,7 +223,13 @@ def find_trace(model: ModelConfig, name: str | None) -> Trace:
             f"trace {name}: {routing[0]} experts, top-{routing[1]}, but the model has {model.num_experts} experts,"
             f" top-{model.top_k}"
         )
-    size = min(SYNTHETIC.values(), key=lambda size: abs(math.log(size.num_experts / model.num_experts)))
+    size = min(
+        SYNTHETIC.values(),
+        key=lambda size: (
+            abs(math.log2(size.num_experts / model.num_experts)),
+            abs(size.top_k - model.top_k),
+        ),
+    )
     drawn = draw_trace(
         size.calibration,
         samples=DRAWN_SAMPLES,
