@@ -15,6 +15,7 @@ from experiments.rl.config_file import (
 )
 from experiments.rl.configs import Train
 from experiments.rl.correction import Correction
+from experiments.rl.dry_run import dry_run
 from experiments.rl.run_folder import saved_config
 from experiments.rl.settings import flat, make_settings, plain_settings
 from experiments.run import main, parse_runs
@@ -98,12 +99,14 @@ def test_settings_that_contradict_each_other_name_the_variant():
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_every_configuration_fits_together(name):
+def test_every_configuration_fits_together_and_in_memory(name):
     config = read_config(name)
     assert config.description
     assert config.needs
-    for variant in config.variants or [None]:
-        config.train(variant)
+    first, *_ = [config.train(variant) for variant in config.variants or [None]]
+    refusals = dry_run(first, plan=False).refusals
+    # The suite runs without reasoning-gym.
+    assert not [line for line in refusals if "for tasks of reasoning-gym install the extra rl" not in line]
 
 
 def test_options_override_a_file():
