@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.program import run_program
-from experiments.rl.provenance import read_starts
+from experiments.rl.provenance import START, read_starts
 from experiments.rl.run_folder import UNSAVED_SETTINGS, saved_config
 from experiments.rl.settings import flat, plain_settings
 from experiments.sweep import read_runs
@@ -51,11 +51,11 @@ def main(options: CompareRuns) -> None:
     }
     starts = {name: read_starts(folder) for name, folder in zip(names, options.folders, strict=True)}
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for title, values in (
-        ("Settings that differ", settings),
-        ("Code of the last starts that differs", _last(starts)),
-    ):
-        console.print(_differences(title, values) or f"{title}: none")
+    console.print(_differences("Settings that differ", settings) or "Settings that differ: none")
+    if all(starts.values()):
+        console.print(_differences("Code that differs", _codes(starts)) or "Code that differs: none")
+    else:
+        console.print("Code that differs: not recorded")
     lines = {name: read_runs(folder) for name, folder in zip(names, options.folders, strict=True)}
     console.print(make_table(summarise(lines)))
     console.print(EXPLAINED, style="dim")
@@ -82,8 +82,13 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _last(starts: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
-    return {name: each[-1] if each else {} for name, each in starts.items()}
+def _codes(starts: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, str]]:
+    """Return the versions of packages and sources that the starts of every run had."""
+    result = {}
+    for name, each in starts.items():
+        keys = [key for key in each[-1] if key not in START]
+        result[name] = {key: ", ".join(dict.fromkeys(str(start.get(key)) for start in each)) for key in keys}
+    return result
 
 
 def _differences(title: str, values: Mapping[str, Mapping[str, Any]]) -> Table | None:

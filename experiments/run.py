@@ -21,12 +21,13 @@ without training, use ``relibra compare``. Compiled programs are kept in ``~/.ca
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import tyro
 from rich import box
@@ -49,7 +50,7 @@ from experiments.rl.launchers import find_launch
 from experiments.rl.run_folder import saved_config
 from experiments.rl.settings import unchecked_settings
 from experiments.rl.train import run_train
-from experiments.sweep import run_sweep
+from experiments.sweep import run_sweep, run_variant
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.programs import keep_programs_unless
@@ -67,58 +68,68 @@ def list_configs() -> None:
         config = read_config(name)
         run = config.train(next(iter(config.variants), None))
         sizes = (
-            f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch, {run.num_ranks} ranks,"
-            f" {run.planner}"
+            f"{run.task_name}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch,"
+            f" {run.num_ranks} ranks, {run.planner}"
         )
         length = (
             f"{run.warmup_steps} supervised steps, then {run.steps} learning steps;"
             f" seeds {', '.join(map(str, run.seeds))}"
         )
-        variants = [f"variants: {', '.join(config.variants)}"] if config.variants else []
+        variants = [f"variants: {', '.join(config.variants)}; above is the first"] if config.variants else []
         lines = [config.description, f"needs {config.needs}", sizes, length, *variants]
         table.add_row(name, escape("\n".join(lines)))
     console.print(table)
 
 
-def own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+class Options(NamedTuple):
+    """The options of this program, apart from those that are settings."""
+
+    set: list[str]
+    sweep: list[str]
+    variant: str | None
+    dry: bool
+    trace: str | None
+    cluster: str | None
+    out: Path | None
+    resume: Path | None
+    settings: list[str]
+    """The other options, with ``--out`` and ``--resume``, which are settings too."""
+
+
+def own_options(args: Sequence[str]) -> Options:
     """Split the options of this program from those that are settings.
 
     Args:
         args: the options, as the command line gives them.
-
-    Returns:
-        ``set``, ``sweep``, ``variant``, ``dry``, ``trace``, ``cluster`` and ``resume``; and the other options.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B,C")
-    parser.add_argument("--variant")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--trace", metavar="NAME|PATH")
-    parser.add_argument("--cluster")
-    known, others = parser.parse_known_args(args)
-    resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # The parser of all settings rejects --resume without a folder.
-    resume.add_argument("--resume", type=Path, nargs="?")
-    known.resume = resume.parse_known_args(others)[0].resume
-    return known, others
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    own.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B,C")
+    own.add_argument("--variant")
+    own.add_argument("--dry", action="store_true")
+    own.add_argument("--trace", metavar="NAME|PATH")
+    own.add_argument("--cluster")
+    known, settings = own.parse_known_args(args)
+    folders = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--out", "--resume"):  # the parser of all settings rejects them without a folder
+        folders.add_argument(name, type=Path, nargs="?")
+    return Options(**vars(known), **vars(folders.parse_known_args(settings)[0]), settings=settings)
 
 
-def parse_runs(config: ConfigFile, args: Sequence[str]) -> dict[str | None, Train]:
+def parse_runs(config: ConfigFile, own: Options) -> dict[str | None, Train]:
     """Return the settings of the runs that a command asks for.
 
     Args:
         config: the configuration.
-        args: the options.
+        own: the options.
 
     Returns:
         The settings by the name of the variant; with None as the only name if there are no variants.
 
     Raises:
         ValueError: if an option is unknown, its value cannot be parsed, or the settings contradict each other.
-        SystemExit: if ``args`` ask for help.
+        SystemExit: if the options ask for help.
     """
-    own, options = own_options(args)
     parse = functools.partial(
         tyro.cli, Train, prog=f"{PROGRAM} {config.name}", description=config.description
     )
@@ -128,20 +139,22 @@ def parse_runs(config: ConfigFile, args: Sequence[str]) -> dict[str | None, Trai
                 f"--resume {own.resume}: the settings of the run are in its folder, so --set, --sweep and --variant are"
                 " not for it; the same command resumes a sweep"
             )
-        return {None: parse_options(functools.partial(parse, default=saved_config(own.resume)), options)}
+        return {None: parse_options(functools.partial(parse, default=saved_config(own.resume)), own.settings)}
     settings, swept = parse_assignments(own.set, "--set"), sweep_variants(own.sweep)
     if config.variants and swept:
         raise ValueError(f"--sweep {own.sweep[0]}: {config.name} is a sweep already, of its variants")
     config = config._replace(variants=config.variants or swept)
     names: list[str | None] = list(config.variants) or [None]
     if own.variant is not None:
+        if not config.variants:
+            raise ValueError(f"--variant {own.variant}: {config.name} has no variants")
         look_up("--variant ", own.variant, config.variants)
         names = [own.variant]
     runs: dict[str | None, Train] = {}
     for name in names:
         default = unchecked_settings(Train, config.all_settings(name) | settings)
         with config.place_in_errors(name):
-            runs[name] = parse_options(functools.partial(parse, default=default), options)
+            runs[name] = parse_options(functools.partial(parse, default=default), own.settings)
     return runs
 
 
@@ -165,26 +178,29 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(name: str, args: list[str]) -> int | None:
-    config = read_config(name)
-    runs = parse_runs(config, args)
-    [first, *_] = runs.values()
-    own, _ = own_options(args)
+    config, own = read_config(name), own_options(args)
+    runs = parse_runs(config, own)
     if own.dry:
         compile_quickly()
         return max(_run_dry(variant, run, own.trace, own.cluster) for variant, run in runs.items())
     for option in ("trace", "cluster"):
         if (value := getattr(own, option)) is not None:
             raise ValueError(f"--{option} {value} is for --dry")
-    if len(runs) == 1:
-        run_train(first, console, name=name)
-    else:
-        if find_launch(os.environ) is not None:
-            raise ValueError(
-                f"{name} is a sweep, which one process makes: with several processes, give a --variant to each start"
-            )
-        out = first.out or Path("out") / config.name
-        variants = {str(variant): dataclasses.replace(run, out=None) for variant, run in runs.items()}
-        run_sweep(name, variants, out, console, command=_command([name, *args]))
+    if None in runs:
+        run_train(runs[None], console, name=name)
+        return None
+    out = own.out or Path("out") / config.name
+    variants = {
+        str(variant): dataclasses.replace(run, out=out / str(variant)) for variant, run in runs.items()
+    }
+    if own.variant is not None:
+        run_variant(name, variants[own.variant], console)
+        return None
+    if find_launch(os.environ) is not None:
+        raise ValueError(
+            f"{name} is a sweep, which one process makes: with several processes, give a --variant to each start"
+        )
+    run_sweep(name, variants, out, console, command=_command(name, args, own.out))
     return None
 
 
@@ -194,11 +210,13 @@ def _run_dry(variant: str | None, run: Train, trace: str | None, cluster: str | 
     return print_dry_run(dry_run(run, trace=trace, cluster=cluster), console)
 
 
-def _command(arguments: Sequence[str]) -> str:
+def _command(name: str, args: Sequence[str], out: Path | None) -> str:
     """Return the command without ``--out``: the results are the same in any folder."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out")
-    return shlex.join([*PROGRAM.split(), *parser.parse_known_args(arguments)[1]])
+    words = [word for word in (*args, "") if word != f"--out={out}"]
+    pairs = itertools.pairwise(("", *words))
+    return shlex.join(
+        [*PROGRAM.split(), name, *(word for before, word in pairs if word and "--out" not in (before, word))]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A sweep: every variant trains in a folder of its own, and the same command resumes a stopped one."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -8,10 +9,12 @@ from typing import Any, Final
 from rich.console import Console
 
 from experiments.rl.configs import Train
+from experiments.rl.devices import host_devices
+from experiments.rl.dry_run import dry_run
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.run_folder import UNSAVED_SETTINGS, saved_config
 from experiments.rl.train import run_train
-from experiments.sweep_report import write_report
+from experiments.sweep_report import RESULTS, write_report
 
 FINISHED: Final = "summary.json"
 """The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
@@ -22,27 +25,53 @@ def run_sweep(name: str, variants: Mapping[str, Train], out: Path, console: Cons
 
     Args:
         name: the name or file of the configuration.
-        variants: the settings of each variant's runs, without a folder.
+        variants: the settings of each variant's runs, with its folder in ``out``.
         out: the folder of the sweep. Every variant has a folder in it, and ``sweep.json`` and ``sweep.png`` are the
             results.
         console: the console for progress and the table.
         command: the command that made the sweep, for the results.
 
     Raises:
-        ValueError: if a folder contains runs with other settings.
+        ValueError: if a folder contains runs with other settings, or a variant cannot be run here.
     """
-    folders = {variant: out / variant for variant in variants}
-    # Before the first run, so that no time is lost if another folder has other settings.
-    settings = {variant: _started(config, folders[variant]) for variant, config in variants.items()}
+    previous = json.loads((out / RESULTS).read_text())["summary"] if (out / RESULTS).exists() else {}
+    if previous.keys() - variants.keys():
+        raise ValueError(f"{out} is a sweep of other variants, {', '.join(previous)}; choose another --out")
+    # Before the first run, so that no time is lost if another one cannot be made.
+    settings = {variant: _started(config) for variant, config in variants.items()}
+    host_devices(max(config.num_ranks for config in settings.values()))
     for variant, config in settings.items():
-        if not (folders[variant] / FINISHED).exists():
-            console.print(f"variant {variant}", style="bold", highlight=False)
-            run_train(config, console, name=name)
-        if not (folders[variant] / FINISHED).exists():
+        refusals = dry_run(config, plan=False).refusals
+        if refusals:
+            raise ValueError(f"variant {variant}: {refusals[0]}")
+    for variant, config in variants.items():
+        console.print(f"variant {variant}", style="bold", highlight=False)
+        if not run_variant(name, config, console):
             console.print("the run has stopped and is saved; run the same command to resume the sweep")
             return
-    lines = {variant: read_runs(folder) for variant, folder in folders.items()}
+    lines = {variant: read_runs(out / variant) for variant in variants}
     write_report(lines, out, console, command=command)
+
+
+def run_variant(name: str, config: Train, console: Console) -> bool:
+    """Start or resume the runs of a variant, if they are not complete.
+
+    Args:
+        name: the name or file of the configuration.
+        config: the settings, with the folder of the variant in ``out``.
+        console: the console for progress.
+
+    Returns:
+        Whether they are complete.
+
+    Raises:
+        ValueError: if the folder contains runs with other settings.
+    """
+    settings = _started(config)
+    assert config.out is not None, "every variant has a folder"
+    if not (config.out / FINISHED).exists():
+        run_train(settings, console, name=name)
+    return (config.out / FINISHED).exists()
 
 
 def read_runs(folder: Path) -> list[list[dict[str, Any]]]:
@@ -54,12 +83,14 @@ def read_runs(folder: Path) -> list[list[dict[str, Any]]]:
     return [read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in saved_config(folder).seeds]
 
 
-def _started(config: Train, folder: Path) -> Train:
-    """Return the settings that start the runs in a folder, or resume those that are there."""
+def _started(config: Train) -> Train:
+    """Return the settings that start the runs in a variant's folder, or resume those that are there."""
+    folder = config.out
+    assert folder is not None
     if not (folder / "config.json").exists():
-        return dataclasses.replace(config, out=folder)
+        return config
     saved = saved_config(folder)
     unsaved = {name: getattr(config, name) for name in UNSAVED_SETTINGS}
     if dataclasses.replace(saved, **unsaved) != config:
         raise ValueError(f"{folder} contains runs with other settings; choose another --out")
-    return dataclasses.replace(config, resume=folder)
+    return dataclasses.replace(config, out=None, resume=folder)

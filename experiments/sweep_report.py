@@ -25,6 +25,8 @@ from relibra_jax.support.atomic_write import write_json
 
 type Lines = Sequence[Mapping[str, Any]]
 """The metrics of a run, one mapping for each step."""
+RESULTS: Final = "sweep.json"
+"""The file of the results."""
 MARKERS: Final = "os^Dv*"
 LARGEST: Final = 3
 """The position of the largest value among the quantiles of a metric, after 50, 90 and 99%."""
@@ -116,7 +118,7 @@ def write_report(lines: Mapping[str, Sequence[Lines]], out: Path, console: Conso
     """
     numbers = summarise(lines)
     curves = {variant: [read_curve(run)._asdict() for run in runs] for variant, runs in lines.items()}
-    write_json(out / "sweep.json", {"command": command, "summary": numbers, "curves": curves})
+    write_json(out / RESULTS, {"command": command, "summary": numbers, "curves": curves})
     draw(out / "sweep.png", lines)
     console.print(make_table(numbers))
     console.print(EXPLAINED, style="dim")

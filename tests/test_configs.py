@@ -18,7 +18,7 @@ from experiments.rl.correction import Correction
 from experiments.rl.dry_run import dry_run
 from experiments.rl.run_folder import saved_config
 from experiments.rl.settings import flat, make_settings, plain_settings
-from experiments.run import main, parse_runs
+from experiments.run import main, own_options, parse_runs
 from relibra_jax.evaluation import Ranks
 
 FILE = """
@@ -79,7 +79,7 @@ def test_a_file_sets_what_it_names():
             "own.toml:15: variant plain must be a table of settings",
         ),
         ("description", "descripton", "own.toml:2: descripton must be one of .*; did you mean description?"),
-        ("description = ", "description = 3 #", "own.toml:2: description=3 must be of type str"),
+        ("description = ", "description = 3 #", "own.toml:2: description=3 must be a text"),
         ('"numbers"', '"numbers', "own.toml: not TOML: "),
     ],
 )
@@ -109,14 +109,15 @@ def test_every_configuration_fits_together_and_in_memory(name):
     assert not [line for line in refusals if "for tasks of reasoning-gym install the extra rl" not in line]
 
 
+CRITIC = ["--set", "critic.width=32", "--set", "seeds=[5]", "--algorithm", "ppo"]
+
+
 def test_options_override_a_file():
     # The algorithm of the option makes the critic's setting fit.
-    runs = parse_runs(
-        read_config("learn"), ["--set", "critic.width=32", "--set", "seeds=[5]", "--algorithm", "ppo"]
-    )
+    runs = parse_runs(read_config("learn"), own_options(CRITIC))
     assert list(runs) == [None]
     assert (runs[None].critic.width, runs[None].seeds, runs[None].algorithm) == (32, (5,), "ppo")
-    runs = parse_runs(read_config("algorithms"), ["--variant", "tppo", "--steps", "3"])
+    runs = parse_runs(read_config("algorithms"), own_options(["--variant", "tppo", "--steps", "3"]))
     assert {name: (run.algorithm, run.steps) for name, run in runs.items()} == {"tppo": ("tppo", 3)}
 
 
@@ -124,6 +125,7 @@ def test_sweeps_combine():
     variants = sweep_variants(["planner=static,relibra", "anneal_steps=0,5"])
     assert variants["planner=relibra,anneal_steps=0"] == {"planner": "relibra", "anneal_steps": 0}
     assert len(variants) == 4
+    assert list(sweep_variants(["seeds=[0,1],[2]"]).values()) == [{"seeds": [0, 1]}, {"seeds": [2]}]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,9 @@ def test_sweeps_combine():
             ["demo", "--sweep", "planner=static,relibre"],
             "demo, variant planner=relibre: planner 'relibre' must be",
         ),
-        (["demo", "--variant", "ppo"], "--variant 'ppo' must be one of"),
+        (["demo", "--variant", "ppo"], "--variant ppo: demo has no variants"),
+        (["demo", "--sweep", "steps=1,1"], "--sweep steps=1,1: 1 is given twice"),
+        (["demo", "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep steps=2: steps is swept twice"),
         (["algorithms", "--variant", "pp"], "--variant 'pp' must be one of grpo, grpo-windows, ppo"),
         (
             ["algorithms", "--sweep", "steps=1,2"],

@@ -24,7 +24,7 @@ import pytest
 
 from experiments.rl.config_file import read_config
 from experiments.rl.configs import Train
-from experiments.run import parse_runs
+from experiments.run import own_options, parse_runs
 from relibra_jax.cli.commands import COMMANDS
 from relibra_jax.cli.main import main
 from relibra_jax.contract import types
@@ -146,7 +146,7 @@ def test_commands_accept_the_arguments_of_pages(words, monkeypatch):
         case ("python", "-m", "experiments.run", name, *args):
             monkeypatch.setattr("experiments.run.saved_config", lambda folder: Train())
             with contextlib.suppress(SystemExit):  # --help
-                parse_runs(read_config(name), [STAND_INS.get(word, word) for word in args])
+                parse_runs(read_config(name), own_options([STAND_INS.get(word, word) for word in args]))
         case ("python", "-m", module, *args):
             check_flags(module, args)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,7 @@ def started_runs(monkeypatch):
             (folder / "summary.json").write_text("{}")
 
     monkeypatch.setattr(sweep, "run_train", run_train)
+    monkeypatch.setattr(sweep, "dry_run", lambda config, plan: SimpleNamespace(refusals=()))
     return started
 
 
@@ -190,7 +192,20 @@ def test_a_sweep_neither_repeats_nor_mixes_runs(tmp_path, started_runs, capsys):
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
     assert main([*command, "--steps", "3"]) == 2
     assert "contains runs with other settings; choose another --out" in capsys.readouterr().err
+    assert main(["demo", "--sweep", "steps=1,2", "--out", str(tmp_path)]) == 2
+    assert "is a sweep of other variants" in capsys.readouterr().err
     assert json.loads((tmp_path / "sweep.json").read_text()) == results
+    # A variant alone is made in its folder of the sweep, where it is complete.
+    assert main([*command, "--steps", "2", "--variant", "algorithm=ppo,learning_rate=1e-4"]) == 0
+    assert len(started_runs) == 5
+
+
+def test_a_sweep_starts_only_if_every_variant_can_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run_train", None)
+    command = ["laptop", "--sweep", "task=copy,copie", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "variant task=copie: task 'copie' must be one of" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_compare_runs_shows_what_differs(tmp_path, started_runs, capsys):
@@ -200,7 +215,7 @@ def test_compare_runs_shows_what_differs(tmp_path, started_runs, capsys):
     folders = tuple(tmp_path / f"critic.width={width}" for width in (32, 64))
     for folder, sources in zip(folders, ("0123456789ab", "ba9876543210"), strict=True):
         (folder / "starts.json").write_text(
-            json.dumps([{"sources": "older"}, {"sources": sources, "jax": "0.11"}])
+            json.dumps([{"date": sources, "seed": 0, "step": 0, "sources": sources, "jax": "0.11"}])
         )
     compare_runs.main(compare_runs.CompareRuns(folders, figure=tmp_path / "figure.png"))
     text = capsys.readouterr().out
@@ -212,6 +227,11 @@ def test_compare_runs_shows_what_differs(tmp_path, started_runs, capsys):
         assert re.search(words, text), words
     assert "learning_rate" not in text
     assert "0.11" not in text
+    assert not re.search(r"^ *date ", text, re.MULTILINE)
     assert (tmp_path / "figure.png").exists()
+    for folder in folders:
+        (folder / "starts.json").unlink()
+    compare_runs.main(compare_runs.CompareRuns(folders))
+    assert "Code that differs: not recorded" in capsys.readouterr().out
     with pytest.raises(ValueError, match="give two or more different ones"):
         compare_runs.main(compare_runs.CompareRuns(folders[:1]))

@@ -18,8 +18,9 @@ import contextlib
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from experiments.rl.configs import Train
@@ -45,6 +46,8 @@ class ConfigFile(NamedTuple):
     """The settings of all runs by dotted name."""
     variants: dict[str, dict[str, Any]]
     """The settings in which each variant differs, by the variant's name. Without variants there is a single run."""
+    places: Mapping[tuple[str | None, str], str] = MappingProxyType({})
+    """``file:line`` of every setting, by the name of the variant (None for the settings of all) and of the setting."""
 
     def train(self, variant: str | None = None) -> Train:
         """Return the settings of a run.
@@ -64,11 +67,15 @@ class ConfigFile(NamedTuple):
 
     @contextlib.contextmanager
     def place_in_errors(self, variant: str | None) -> Iterator[None]:
-        """Add the name of the variant, if there is one, to a ValueError in the block."""
+        """Add the place of the setting that a ValueError in the block names, and the name of the variant."""
         try:
             yield
         except ValueError as error:
-            place = "" if variant is None else f"{self.name}, variant {variant}: "
+            [name] = re.findall(r"^[\w.]*", str(error))
+            places = [self.places[key] for key in ((variant, name), (None, name)) if key in self.places]
+            place = "".join(f"{place}: " for place in places[:1])
+            if variant is not None:
+                place += f"{self.name}, variant {variant}: "
             raise ValueError(f"{place}{error}") from error
 
 
@@ -100,8 +107,11 @@ def read_config(name: str) -> ConfigFile:
                 f"{suggest_names(name, names)}"
             )
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    return parse_config(path.read_text(), path)
+        raise ValueError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
+    try:
+        return parse_config(path.read_text("utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason})") from error
 
 
 def parse_config(text: str, path: Path) -> ConfigFile:
@@ -123,18 +133,27 @@ def parse_config(text: str, path: Path) -> ConfigFile:
         if key not in TABLES:
             raise ValueError(f"{place} must be one of {', '.join(TABLES)}{suggest_names(key, TABLES)}")
         if not isinstance(value, TABLES[key]):
-            raise ValueError(f"{place}={value!r} must be of type {TABLES[key].__name__}")
+            kind = "a table" if TABLES[key] is dict else "a text"
+            raise ValueError(f"{place}={value!r} must be {kind}")
     settings: dict[tuple[str, ...], dict[str, Any]] = {("settings",): tables.get("settings", {})}
     for variant, own in tables.get("variants", {}).items():
         if not isinstance(own, dict):
             raise ValueError(f"{path}:{_line(text, variant)}: variant {variant} must be a table of settings")
+        if not re.fullmatch(r"\w[\w.,=+-]*", variant):
+            raise ValueError(
+                f"{path}:{_line(text, variant)}: variant {variant!r} must be a name for a folder: letters, digits and"
+                " any of . , = + -"
+            )
         settings["variants", variant] = own
+    places: dict[tuple[str | None, str], str] = {}
     for header, own in settings.items():
         for key, value in flat(own).items():
+            place = f"{path}:{_line(text, key, header)}"
+            places[header[1] if len(header) > 1 else None, key] = place
             try:
                 convert(key, value, check_name(key, Train))
             except ValueError as error:
-                raise ValueError(f"{path}:{_line(text, key, header)}: {error}") from error
+                raise ValueError(f"{place}: {error}") from error
     common, *own_settings = map(flat, settings.values())
     return ConfigFile(
         name=path.stem,
@@ -142,6 +161,7 @@ def parse_config(text: str, path: Path) -> ConfigFile:
         needs=tables.get("needs", ""),
         settings=common,
         variants=dict(zip(tables.get("variants", {}), own_settings, strict=True)),
+        places=places,
     )
 
 
@@ -200,16 +220,33 @@ def sweep_variants(sweeps: Sequence[str]) -> dict[str, dict[str, Any]]:
     {'algorithm=grpo,seeds=[0]': {'algorithm': 'grpo', 'seeds': [0]}, 'algorithm=ppo,seeds=[0]': ...}
     """
     variants: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
     for text in sweeps:
         name, values = split_assignment(text, "--sweep")
-        parsed = {f"{name}={value}": {name: parse_value(value)} for value in values.split(",")}
-        for variant, own in parsed.items():
-            _check(name, own[name], f"--sweep {variant}")
+        if name in names:
+            raise ValueError(f"--sweep {text}: {name} is swept twice")
+        names.add(name)
+        parsed: dict[str, dict[str, Any]] = {}
+        for value in _split(values):
+            variant = f"{name}={value}".replace("/", "-")
+            if variant in parsed:
+                raise ValueError(f"--sweep {text}: {value} is given twice")
+            parsed[variant] = {name: parse_value(value)}
+            _check(name, parsed[variant][name], f"--sweep {name}={value}")
         pairs = itertools.product(variants.items(), parsed.items())
         variants = (
             {f"{one},{other}": {**two, **own} for (one, two), (other, own) in pairs} if variants else parsed
         )
     return variants
+
+
+def _split(values: str) -> list[str]:
+    """Split values at the commas that are not in brackets.
+
+    >>> _split("[0,1],[2]"), _split("1e-4, 3e-4")
+    (['[0,1]', '[2]'], ['1e-4', '3e-4'])
+    """
+    return [value.strip() for value in re.findall(r"(?:\[[^\]]*\]|[^,])+", values)]
 
 
 def _check(name: str, value: Any, place: str) -> None:
@@ -225,7 +262,7 @@ def _line(text: str, key: str, table: Sequence[str] = ()) -> int:
     names = [rf"""\[[^\]]*\b{re.escape(name)}\b|\b{re.escape(name)}["']?\s*[.=]""" for name in tables]
     names.append(rf"""(?:\[[^\]]*\b|\b){re.escape(last)}["']?\s*[=\]]""")
     number = 0
-    lines = text.splitlines()
+    lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
     for name in names:
         # An inline table has its keys on the line of its name.
         number = next((at for at in range(number, len(lines)) if re.search(name, lines[at])), number)

@@ -83,8 +83,9 @@ class Train:
     a function that returns a task, as ``my_module:my_task``.
     Several tasks with weights, such as numbers=2,copy=1, share every batch."""
     prompts_file: Path | None = None
-    """A file with prompts of your own, in place of a task: a JSON object in every line, with a ``prompt`` (a text, or
-    a list of messages), possibly an ``answer``, and any further keys."""
+    """A file with prompts of your own, which takes the place of ``task``.
+    It has a JSON object in every line, with a ``prompt`` (a text, or a list of messages), possibly an ``answer``, and
+    any further keys."""
     reward: str | None = None
     """The reward function for ``prompts_file``, as ``my_module:my_reward``.
     It gets a completion and the line's object, and returns a number. None compares with the ``answer``."""
@@ -525,10 +526,7 @@ class Train:
     def _check_data(self) -> None:
         """Check the settings of own prompts and rewards, and of evaluations."""
         evaluation = self.evaluation
-        if self.prompts_file is not None:
-            if self.task != type(self).task:
-                raise ValueError(f"task={self.task} and prompts_file={self.prompts_file}: give one of them")
-        else:
+        if self.prompts_file is None:
             for name in ("prompts_file", "share"):
                 if getattr(evaluation, name) != getattr(Evaluation, name):
                     raise ValueError(
@@ -688,6 +686,11 @@ class Train:
     def lacks_checkpoint(self) -> bool:
         """Whether the folder of the model does not exist. Its sizes are then those of a published model."""
         return self.model is not None and not self.model.exists()
+
+    @property
+    def task_name(self) -> str:
+        """The name of the task in reports."""
+        return self.task if self.prompts_file is None else "own prompts"
 
     @property
     def model_name(self) -> str:

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh
 from experiments.model_memory import check_device, check_host
 from experiments.rl.configs import Train
 from experiments.rl.devices import copies_of_group
+from experiments.rl.prompt_files import read_files
 from experiments.rl.prompts import Prompts, find_run_task, find_tokenizer
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
@@ -182,7 +183,10 @@ def find_refusals(config: Train, hardware: Hardware, sizes: RunSizes) -> tuple[s
 def _check_task(config: Train) -> None:
     """Find the task, and draw and encode its first prompts if there is a tokenizer."""
     if config.lacks_checkpoint:
-        find_tasks(config.task)
+        if config.prompts_file is None:
+            find_tasks(config.task)
+        else:
+            read_files(config)
     else:
         tokenizer = find_tokenizer(config)
         Prompts(config, find_run_task(config, tokenizer), tokenizer).draw((config.seeds[0],), config.prompts)

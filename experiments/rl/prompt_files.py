@@ -133,6 +133,36 @@ def split_prompts(lines: list[Line], share: float) -> tuple[list[Line], list[Lin
     return parts
 
 
+def read_files(config: Train) -> tuple[list[Line], list[Line]]:
+    """Read the prompts of a run with ``prompts_file``, and import its reward.
+
+    Args:
+        config: the settings of the run.
+
+    Returns:
+        The lines for training, and those for evaluation.
+
+    Raises:
+        ValueError: under the conditions of `read_prompts`, if the reward is no function of a completion and an object,
+            or no prompt is left for training or for evaluation.
+    """
+    path, evaluation = config.prompts_file, config.evaluation
+    assert path is not None
+    if config.reward is not None:
+        import_function("reward", config.reward, "completion", "example")
+    compared = None if config.reward is not None else "comparing with it, without a reward,"
+    warmup = f"the warm-up (warmup_steps={config.warmup_steps})" if config.warmup_steps else None
+    lines = read_prompts(path, answers_for=compared or warmup)
+    if evaluation.prompts_file is None:
+        return split_prompts(lines, evaluation.share)
+    kept = read_prompts(evaluation.prompts_file, answers_for=compared)
+    prompts = {line.prompt for line in kept}
+    training = [line for line in lines if line.prompt not in prompts]
+    if not training:
+        raise ValueError(f"prompts_file {path}: all its prompts are in evaluation.prompts_file, too")
+    return training, kept
+
+
 def file_task(config: Train, tokenizer: Tokenizer) -> Task:
     """Make the task of a run with ``prompts_file``.
 
@@ -144,33 +174,19 @@ def file_task(config: Train, tokenizer: Tokenizer) -> Task:
         The task. Without ``reward`` it compares with the answer, apart from blanks around it.
 
     Raises:
-        ValueError: under the conditions of `read_prompts`, if the reward is no function of a completion and an object,
-            messages do not fit the tokenizer, or no prompt is left for training or for evaluation.
+        ValueError: under the conditions of `read_files`, or if messages do not fit the tokenizer.
     """
-    path, evaluation = config.prompts_file, config.evaluation
-    assert path is not None
-    if config.reward is not None:
-        import_function("reward", config.reward, "completion", "example")
-    compared = None if config.reward is not None else "comparing with it, without a reward,"
-    warmup = f"the warm-up (warmup_steps={config.warmup_steps})" if config.warmup_steps else None
-    lines = read_prompts(path, answers_for=compared or warmup)
-    if evaluation.prompts_file is None:
-        training, held = split_prompts(lines, evaluation.share)
-    else:
-        held = read_prompts(evaluation.prompts_file, answers_for=compared)
-        prompts = {line.prompt for line in held}
-        training = [line for line in lines if line.prompt not in prompts]
-        if not training:
-            raise ValueError(f"prompts_file {path}: all its prompts are in evaluation.prompts_file, too")
+    assert config.prompts_file is not None
+    training, evaluation = read_files(config)
     function = None if config.reward is None else RewardFunction(config.reward, of_task=False)
 
     def score(completion: str, example: Example) -> float:
         return exact(completion, example) if function is None else function.load()(completion, example.entry)
 
     return Task(
-        name=path.name,
+        name=config.prompts_file.name,
         draw=_Source(training, config, tokenizer, answered=function is None or config.warmup_steps > 0).draw,
-        draw_evaluation=_Source(held, config, tokenizer, answered=function is None).draw,
+        draw_evaluation=_Source(evaluation, config, tokenizer, answered=function is None).draw,
         score=score,
         function=function,
     )

@@ -1,6 +1,7 @@
 """What code made a run: the versions of the packages and a digest of the sources, for each start of the run."""
 
 import functools
+import subprocess
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,8 @@ from relibra_jax.support.json_text import parse_json
 PACKAGES: Final = ("jax", "jaxlib", "flax", "optax", "numpy")
 SOURCES: Final = ("experiments/**", "relibra_jax/**", "pallas_kernels/**")
 FILE: Final = "starts.json"
+START: Final = ("date", "seed", "step")
+"""What a start has beside the code."""
 
 
 def save_start(folder: Path, *, seed: int, step: int) -> None:
@@ -24,8 +27,8 @@ def save_start(folder: Path, *, seed: int, step: int) -> None:
         seed: the seed that starts or is resumed.
         step: the step from which it goes on.
     """
-    start = {"date": datetime.now().isoformat("T", "seconds"), "seed": seed, "step": step, **code()}
-    write_json(folder / FILE, [*read_starts(folder), start])
+    start = dict(zip(START, (datetime.now().isoformat("T", "seconds"), seed, step), strict=True))
+    write_json(folder / FILE, [*read_starts(folder), start | code()])
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -35,10 +38,22 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def code() -> dict[str, str]:
-    """Return the versions of the packages, and a digest of this project's sources."""
+def code() -> dict[str, str | None]:
+    """Return the commit, a digest of this project's sources, and the versions of the packages.
+
+    The commit ends with ``-dirty`` if files have changed. It is None outside of a repository.
+    """
     return {
+        "commit": _commit(),
         "sources": source_digest(SOURCES),
         "relibra_jax": relibra_jax.__version__,
         **{package: version(package) for package in PACKAGES},
     }
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

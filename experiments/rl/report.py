@@ -72,7 +72,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
     copies = config.data * config.fsdp
     setting = (
-        f"{name}: {config.task}, {config.model_name}, {config.samples} samples per batch, {config.planner} on"
+        f"{name}: {config.task_name}, {config.model_name}, {config.samples} samples per batch, {config.planner} on"
         f" {'' if copies == 1 else f'{copies} groups of '}{config.ranks.nodes} nodes x"
         f" {config.ranks.ranks_per_node} ranks"
     )

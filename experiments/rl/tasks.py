@@ -18,7 +18,7 @@ import numpy as np
 from experiments.rl.calculator import calculate
 from experiments.rl.reward_worker import RewardFunction
 from experiments.rl.tokens import Prompt
-from relibra_jax.support.outside import import_function
+from relibra_jax.support.outside import error_place, import_function
 from relibra_jax.support.suggestions import suggest_names
 
 
@@ -137,7 +137,11 @@ def find_task(name: str) -> Task:
     if name in TASKS:
         return TASKS[name]
     if ":" in name:
-        task = import_function("task", name)()
+        function = import_function("task", name)
+        try:
+            task = function()
+        except Exception as error:
+            raise ValueError(f"task {name!r} raised {error_place(error)}") from error
         if not isinstance(task, Task):
             raise ValueError(
                 f"task {name!r} returned a {type(task).__name__}: it must return an experiments.rl.tasks.Task"

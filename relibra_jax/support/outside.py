@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ def import_outside(kind: str, name: str) -> Any:
         The attribute.
 
     Raises:
-        ValueError: if the name is not written ``module:attribute``, or there is no such module or attribute.
+        ValueError: if the name is not written ``module:attribute``, there is no such module or attribute, or the import
+            raises an error.
 
     >>> import_outside("function", "os.path:basename")("folder/file")
     'file'
@@ -39,11 +41,23 @@ def import_outside(kind: str, name: str) -> Any:
         raise ValueError(
             f"{kind} {name!r}: no module {error.name!r} in the current folder or on Python's path"
         ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{kind} {name!r}: the import of {module_name} raised {error_place(error)}"
+        ) from error
     if not hasattr(module, attribute):
         raise ValueError(
             f"{kind} {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
         )
     return getattr(module, attribute)
+
+
+def error_place(error: Exception) -> str:
+    """Return an error of a user's code in one line, with the file and line that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    [*_, last] = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def import_function(kind: str, name: str, *parameters: str) -> Callable[..., Any]:
