@@ -126,10 +126,10 @@ def split_prompts(lines: list[Line], share: float) -> tuple[list[Line], list[Lin
             f"{lines[0].place}: one prompt cannot be split into training and evaluation: give more, or"
             " evaluation.prompts_file"
         )
-    held = set(different[: min(math.ceil(share * len(different)), len(different) - 1)])
+    evaluation = set(different[: min(math.ceil(share * len(different)), len(different) - 1)])
     parts: tuple[list[Line], list[Line]] = ([], [])
     for line, digest in zip(lines, digests, strict=True):
-        parts[digest in held].append(line)
+        parts[digest in evaluation].append(line)
     return parts
 
 

@@ -89,9 +89,9 @@ def join_routing(folder: Path, steps: Sequence[int], about: dict[str, Any]) -> N
         steps: the steps whose parts may be there.
         about: the provenance of the trace.
     """
-    found = [step for step in steps if _part(folder, step).exists()]
-    if found and not set(found) <= _joined_steps(folder / TRACE):
-        parts = [_part(folder, step) for step in found]
+    saved_steps = [step for step in steps if _part(folder, step).exists()]
+    if saved_steps and not set(saved_steps) <= _joined_steps(folder / TRACE):
+        parts = [_part(folder, step) for step in saved_steps]
         replays, num_experts = zip(*map(load_replay, parts), strict=True)
         recordings = [
             read_recording(part, np.asarray(replay.mask)) for part, replay in zip(parts, replays, strict=True)
@@ -99,7 +99,7 @@ def join_routing(folder: Path, steps: Sequence[int], about: dict[str, Any]) -> N
         replay = join_replays(replays)
         recording = _join_recordings(recordings, replay.mask.shape[1])._replace(provenance=about)
         save_replay(folder / TRACE, replay, num_experts=num_experts[0], recording=recording)
-    for step in found:
+    for step in saved_steps:
         _part(folder, step).unlink()
 
 
@@ -129,8 +129,8 @@ def _join_recordings(parts: Sequence[Recording], longest: int) -> Recording:
 
 def _join(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Join arrays; None if a part does not have it, because a run of an earlier version saved it."""
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if len(there) == len(arrays) else None
+    parts = [array for array in arrays if array is not None]
+    return np.concatenate(parts) if len(parts) == len(arrays) else None
 
 
 def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:

@@ -12,12 +12,13 @@ A run that resumes continues its run of W&B or MLflow, whose id is kept in the f
 import importlib
 import importlib.util
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from experiments.rl.metrics import lists_of, scalars_of
+from experiments.rl.settings import flat
 from relibra_jax.support.atomic_write import write_atomically
 from relibra_jax.support.outside import import_function
 from relibra_jax.support.suggestions import look_up
@@ -124,7 +125,7 @@ class MLflow:
             self._mlflow.start_run(run_id=run_id)
             return
         run = self._mlflow.start_run(run_name=_run_name(folder))
-        self._mlflow.log_params(dict(_flat(settings)))
+        self._mlflow.log_params(flat(settings))
         _save_id(folder, "mlflow", run.info.run_id)
 
     def log(self, metrics: dict[str, int | float], step: int) -> None:
@@ -238,16 +239,3 @@ def _save_id(folder: Path, writer: str, run_id: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with write_atomically(folder / f"{writer}.id") as part:
         part.write_text(f"{run_id}\n")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings with the names of their groups, as the command line has them.
-
-    >>> dict(_flat({"seed": 0, "clip": {"low": 0.2}}))
-    {'seed': 0, 'clip.low': 0.2}
-    """
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
