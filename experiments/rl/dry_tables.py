@@ -1,6 +1,5 @@
 """The tables of a dry run: settings, memory by stage and item, buffers, and the modelled time of a step."""
 
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import jax.numpy as jnp
@@ -10,18 +9,9 @@ from rich.table import Table
 
 from experiments.rl.dry_run import DryRun, Planned
 from experiments.step_memory import counted_rows, host_bytes, memory_by_stage
+from relibra_jax.cost.batch_time import PARTS
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages
 
-PARTS: Final[Mapping[str, str]] = {
-    "attention": "attention, projections, shared experts",
-    "compute": "routed experts",
-    "exchange": "exchange of tokens",
-    "gather": "reading and writing its buffers",
-    "exposed": "replicas, where nothing hides them",
-    "push": "residents",
-    "rest": "output head, dense gradients, optimizer",
-}
-"""What the parts of `relibra_jax.cost.batch_time.BatchTime` are, but for moves."""
 ROLES: Final = ("plan", "static", "balanced")
 """The columns of modelled times, in the order of `ModelledTimes`."""
 

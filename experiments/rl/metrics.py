@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from relibra_jax.cost.batch_time import PARTS
+
 WARM_UP, LEARN, EVALUATE = "warm-up", "learn", "evaluation"
 """The kinds of lines: a supervised update, a learning step from a batch of responses, an evaluation."""
 FAILURES: Final = "failures"
@@ -36,18 +38,6 @@ class Metric(NamedTuple):
 
 
 _UPDATES = (WARM_UP, LEARN)
-_MODELLED_PARTS = {
-    "attention": "attention, projections and shared experts",
-    "compute": "the routed experts",
-    "exchange": "dispatch and combine",
-    "gather": "the buffers of dispatch and combine",
-    "exposed": "the transfers of replicas that attention does not hide",
-    "push": "the transfers of residents",
-    "reorder": "the moves of experts to new homes",
-    "rest": "the output head, the sum of dense gradients and the optimizer step",
-}
-"""The parts of `relibra_jax.cost.batch_time.BatchTime`, and their meanings."""
-
 METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
     {
         "warmup/loss": Metric("nats a token", "cross-entropy of the correct answers", (WARM_UP,)),
@@ -335,8 +325,8 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "modelled, not measured: recompute and updates of one epoch under the plan; null with `--price balance`",
         ),
         **{
-            f"time/modelled_plan_{part}_seconds": Metric("s", f"the part of it for {meaning}")
-            for part, meaning in _MODELLED_PARTS.items()
+            f"time/modelled_plan_{part}_seconds": Metric("s", f"the part of it for: {text}")
+            for part, text in PARTS.items()
         },
         "time/modelled_staying_seconds": Metric(
             "s",

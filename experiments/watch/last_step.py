@@ -10,19 +10,24 @@ from experiments.rl.progress import format_seconds
 from experiments.watch.charts import Bar, Key, stacked_bars
 from experiments.watch.run_data import Line, is_number, list_of
 from relibra_jax.cli.palette import GRID, IDLE, PHASES, SERIES
+from relibra_jax.cost.batch_time import PARTS
 
 MOST_RANKS: Final = 32
 """The largest number of ranks in the figure of the last step: the busiest and the idlest."""
+COLOURS: Final = {
+    "attention": PHASES["attention"],
+    "compute": PHASES["home"],
+    "wait": IDLE,
+    "exchange": PHASES["crossing"],
+    "gather": PHASES["gather"],
+    "exposed": PHASES["transfer"],
+    "push": PHASES["resident"],
+    "reorder": PHASES["inside"],
+    "rest": PHASES["rest"],
+}
+"""The colours of the parts of the modelled time of a rank, in the order of the bars."""
 MODELLED: Final = {
-    "attention": (PHASES["attention"], "attention, projections, shared experts"),
-    "compute": (PHASES["home"], "routed experts"),
-    "wait": (IDLE, "waiting for the busiest rank"),
-    "exchange": (PHASES["crossing"], "dispatch and combine"),
-    "gather": (PHASES["gather"], "buffers of the exchange"),
-    "exposed": (PHASES["transfer"], "replicas that attention does not hide"),
-    "push": (PHASES["resident"], "residents"),
-    "reorder": (PHASES["inside"], "experts to new homes"),
-    "rest": (PHASES["rest"], "output head, dense gradients, optimizer"),
+    name: (colour, PARTS.get(name, "waiting for the busiest rank")) for name, colour in COLOURS.items()
 }
 """The parts of the modelled time of a rank: colour and label, in the order of the bars."""
 MEASURED: Final = {

@@ -12,7 +12,9 @@ gets ``previous_home``.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,21 @@ class BatchTime(NamedTuple):
     def parts(self) -> dict[str, Float[Array, "*stack"]]:
         """Return the parts that add up to the total, by name."""
         return {name: value for name, value in self._asdict().items() if name != "hideable"}
+
+
+PARTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "attention": "attention, projections, shared experts",
+        "compute": "routed experts",
+        "exchange": "exchange of tokens",
+        "gather": "reading and writing exchange buffers",
+        "exposed": "replicas, where nothing hides them",
+        "push": "residents",
+        "reorder": "moves of experts to new homes",
+        "rest": "output head, dense gradients, optimizer",
+    }
+)
+"""The names of the parts of a `BatchTime` in tables and figures."""
 
 
 @checks_arguments
