@@ -173,7 +173,9 @@ def test_measure_solved_equals_a_loop_over_prompts():
         [r for r, s in zip(reward[i : i + 3], scored[i : i + 3], strict=True) if s] for i in range(0, 60, 3)
     ]
     groups = [group for group in groups if group]
-    measured = measure_solved(Rewards(reward, scored, []), 3)
-    assert measured["reward/solved_by_all"] == pytest.approx(np.mean([min(group) >= 1 for group in groups]))
-    assert measured["reward/solved_by_none"] == pytest.approx(np.mean([max(group) < 1 for group in groups]))
-    assert measure_solved(Rewards(reward, np.zeros(60, bool), []), 3)["reward/solved_by_all"] is None
+    for correct in (0.5, 1.0):
+        measured = measure_solved(Rewards(reward, scored, []), 3, correct)
+        by_all, by_any = ([fold(group) >= correct for group in groups] for fold in (min, max))
+        assert measured["reward/solved_by_all"] == pytest.approx(np.mean(by_all))
+        assert measured["reward/solved_by_none"] == pytest.approx(1 - np.mean(by_any))
+    assert measure_solved(Rewards(reward, np.zeros(60, bool), []), 3, 1.0)["reward/solved_by_all"] is None

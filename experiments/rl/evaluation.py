@@ -31,7 +31,7 @@ class Evaluation:
     pass_at: int = 1
     """k of pass@k: the probability that at least one of k responses to a prompt is correct."""
     correct: float = 1.0
-    """The reward from which a response counts as correct in pass@k."""
+    """The reward from which a response counts as correct: in pass@k, and in the shares of prompts that are solved."""
     prompts_file: Path | None = None
     """The evaluation prompts of ``prompts_file``, in a file of the same form.
     Prompts that both files have are left out of training."""

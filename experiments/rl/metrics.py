@@ -75,11 +75,11 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "reward/solved_by_all": Metric(
             "share",
-            "share of prompts whose responses all have a reward of at least 1, as verifiers give for a correct answer;"
-            " in DAPO with replaced prompts; null if responses are learned from apart from others to their prompt",
+            "share of prompts whose responses are all correct, with a reward of at least `--evaluation.correct`; in"
+            " DAPO with replaced prompts; null if responses are learned from apart from others to their prompt",
         ),
         "reward/solved_by_none": Metric(
-            "share", "share of prompts none of whose responses has a reward of at least 1; null as above"
+            "share", "share of prompts none of whose responses is correct; null as above"
         ),
         "reward/failed_raised": Metric(
             "samples", "those whose reward function raised, or whose task's reply did"

@@ -1,7 +1,7 @@
 """Rewards of responses, scored sample by sample. If the reward function fails, only that sample is left out."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -12,9 +12,6 @@ from experiments.rl.reward_worker import call_reward
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.contract.types import Array
-
-SOLVED: Final = 1.0
-"""The reward from which on a response counts as solving its prompt."""
 
 
 class Failure(NamedTuple):
@@ -53,20 +50,21 @@ def mean_or_none(rewards: Float[np.ndarray, " samples"]) -> float | None:
     return float(rewards.mean()) if rewards.size else None
 
 
-def measure_solved(rewards: Rewards, responses_per_prompt: int) -> dict[str, float | None]:
+def measure_solved(rewards: Rewards, responses_per_prompt: int, correct: float) -> dict[str, float | None]:
     """Measure the shares of prompts that all and that none of their responses solve.
 
     Args:
         rewards: the rewards of successive responses to each prompt. Those without a reward do not count.
         responses_per_prompt: the number of responses to each prompt.
+        correct: the reward from which a response counts as correct.
 
     >>> rewards = Rewards(np.array([1, 1, 0, 1, 0, 0.5], np.float32), np.ones(6, bool), [])
-    >>> list(measure_solved(rewards, 2).values())
+    >>> list(measure_solved(rewards, 2, 1.0).values())
     [0.3333333333333333, 0.3333333333333333]
     """
     reward = rewards.reward.reshape(-1, responses_per_prompt)
     scored = rewards.scored.reshape(reward.shape)
-    solved, known = reward >= SOLVED, scored.any(1)
+    solved, known = reward >= correct, scored.any(1)
     return {
         "reward/solved_by_all": mean_or_none((solved | ~scored).all(1)[known].astype(np.float64)),
         "reward/solved_by_none": mean_or_none((~solved | ~scored).all(1)[known].astype(np.float64)),

@@ -212,7 +212,7 @@ class Sampler:
                 **self._measure_turns(responses, config.samples),
                 # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
-                **measure_solved(Rewards(reward, scored, []), per_prompt),
+                **measure_solved(Rewards(reward, scored, []), per_prompt, config.evaluation.correct),
                 "reward/mean_by_task": mean_by_task(self.prompts.task, all_examples, reward, scored),
                 "reward/overlong": float(penalty.mean()),
                 "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),

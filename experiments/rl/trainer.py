@@ -319,9 +319,10 @@ class Trainer:
 
     def _measure_solved(self, rewards: Rewards) -> dict[str, float | None]:
         """Measure which prompts are solved. With windows, rows of responses that are not compared mix prompts."""
-        if self.config.window is not None and self.config.compared == 1:
+        config = self.config
+        if config.window is not None and config.compared == 1:
             return dict.fromkeys(("reward/solved_by_all", "reward/solved_by_none"))
-        return measure_solved(rewards, self.config.responses_per_prompt)
+        return measure_solved(rewards, config.responses_per_prompt, config.evaluation.correct)
 
     def _count_skipped(self, metrics: StepMetrics, critic_loss: float | None) -> None:
         """Count the steps in a row in which the policy or the critic did not change. Raise ValueError at too many."""
