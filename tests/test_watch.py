@@ -2,13 +2,14 @@
 
 import http.client
 import json
+import os
 import re
 
 import pytest
 from support.pages import CHROMIUM, Page, show_page
 from support.watched import LAYERS, RANKS, SAMPLE, line_of, write_lines, write_run
 
-from experiments.rl.metrics import LEARN, METRICS
+from experiments.rl.metrics import EVALUATE, LEARN, METRICS
 from experiments.watch.__main__ import run
 from experiments.watch.page import run_page
 from experiments.watch.run_data import read_run
@@ -125,9 +126,29 @@ def test_page_of_a_run_that_goes_ignores_the_line_being_written(tmp_path):
     folder = write_run(tmp_path / "run", seeds=(0,), steps=2)
     with (folder / "seed-0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "kind": "le')
-    assert "not finished, last line" in page_of(folder)
+    assert ">not finished, last line" in page_of(folder)
+
+
+def test_a_run_is_finished_after_the_last_evaluation_of_all_its_seeds(tmp_path):
+    folder = write_run(tmp_path / "run", steps=2)
+    for seed in (0, 1):
+        assert not read_run(folder).finished
+        with (folder / f"seed-{seed}" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line_of(6, seed, EVALUATE)) + "\n")
     (folder / "summary.json").write_text("{}")
-    assert "finished, last line" in page_of(folder)
+    os.utime(folder / "summary.json", (0, 0))
+    assert ">finished, last line" in page_of(folder), "a copy has other times"
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [(None, "count · grpo · tiny model · relibra"), ("/a/Qwen3", "count · grpo · model Qwen3 · relibra")],
+)
+def test_heading_names_one_model(tmp_path, model, says):
+    folder = write_run(tmp_path / "run", steps=1)
+    config = json.loads((folder / "config.json").read_text()) | {"algorithm": "grpo", "model": model}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert f"{says} · 2 nodes of 4 ranks" in Page(page_of(folder)).text
 
 
 def test_page_of_a_run_before_its_first_step(tmp_path):
@@ -208,8 +229,7 @@ def test_served_page_reloads_and_reads_the_run_at_every_request(tmp_path):
         status, text = answer(port)
         assert status == 500
         assert "not lines of JSON" in text
-        write_lines(folder / "seed-0" / "metrics.jsonl", [line_of(4)])
-        (folder / "summary.json").write_text("{}")
+        write_lines(folder / "seed-0" / "metrics.jsonl", [line_of(6, kind=EVALUATE)])
         assert 'http-equiv="refresh"' not in answer(port)[1], "a finished run does not change"
 
 

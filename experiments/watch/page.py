@@ -3,11 +3,13 @@
 import datetime
 import json
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.progress import format_seconds, ran_seconds
 from experiments.rl.report import SMOOTH, smooth
+from experiments.rl.settings import unchecked_settings
 from experiments.watch.balance import balance_figures, layer_maps
 from experiments.watch.curves import learning_figures, short
 from experiments.watch.last_step import phase_bar, rank_bars
@@ -58,7 +60,10 @@ def run_page(run: RunData, *, reload_seconds: int | None = None) -> str:
 
 def _lead(run: RunData) -> str:
     settings = run.settings
-    parts = [settings.get(name) for name in ("task", "algorithm", "model", "policy", "planner")]
+    # Without checks: the other settings may be those of an earlier version.
+    of_model: dict[str, Any] = {name: settings[name] for name in ("model", "policy") if name in settings}
+    model = unchecked_settings(Train, of_model).model_name if of_model else None
+    parts = [settings.get("task"), settings.get("algorithm"), model, settings.get("planner")]
     ranks = settings.get("ranks")
     if isinstance(ranks, dict) and "nodes" in ranks and "ranks_per_node" in ranks:
         parts.append(f"{ranks['nodes']} nodes of {ranks['ranks_per_node']} ranks")
@@ -75,9 +80,7 @@ def _state(run: RunData) -> str:
 
 def _tiles(run: RunData, seed: SeedData) -> list[Tile]:
     steps = [line for line in seed.lines if line["kind"] != EVALUATE]
-    total = sum(
-        value for name in ("warmup_steps", "steps") if isinstance(value := run.settings.get(name), int)
-    )
+    total = run.total_steps
     done = int(steps[-1]["step"]) + 1 if steps else 0
     seeds = f"seed {seed.seed}" if len(run.seeds) == 1 else f"seed {seed.seed}, {len(run.seeds)} begun"
     tiles = [Tile("steps", f"{done}" + (f" / {total}" if total else ""), seeds)]

@@ -13,7 +13,7 @@ from experiments.rl.metrics import LEARN
 from experiments.rl.metrics_log import METRICS_FILE, SAMPLES_FILE, read_metrics
 from relibra_jax.support.json_text import parse_json
 
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG: Final = "config.json"
 Line = dict[str, Any]
 """A line of metrics."""
 Number = int | float
@@ -51,8 +51,20 @@ class RunData(NamedTuple):
     """The settings in ``config.json``."""
     seeds: list[SeedData]
     """The seeds that have begun, in their order."""
-    finished: bool
-    """Whether the runs of all seeds are complete."""
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of a seed in warm-up and learning together. 0 if the settings do not say."""
+        counts = [self.settings.get(name) for name in ("warmup_steps", "steps")]
+        return sum(count for count in counts if isinstance(count, int))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all seeds have written all their lines, of which an evaluation after the last step is the last."""
+        total, seeds = self.total_steps, self.settings.get("seeds") or [seed.seed for seed in self.seeds]
+        last_step = total if self.settings.get("evaluation_batches") else total - 1
+        ends = {seed.seed: seed.lines[-1]["step"] for seed in self.seeds if seed.lines}
+        return bool(total and seeds) and all(ends.get(seed, -1) >= last_step for seed in seeds)
 
     @property
     def latest(self) -> SeedData | None:
@@ -69,7 +81,7 @@ def read_run(folder: Path) -> RunData:
     Raises:
         ValueError: if the folder contains no run, or a file of it cannot be read.
     """
-    config, summary = folder / CONFIG, folder / SUMMARY
+    config = folder / CONFIG
     files = {
         int(match[1]): path
         for path in folder.glob(f"seed-*/{METRICS_FILE}")
@@ -78,9 +90,7 @@ def read_run(folder: Path) -> RunData:
     if not config.is_file() and not files:
         raise ValueError(f"{folder}: no run, because it has neither {CONFIG} nor seed-*/{METRICS_FILE}")
     settings = _parse(config) if config.is_file() else {}
-    seeds = [_read_seed(seed, files[seed]) for seed in sorted(files)]
-    last = max((seed.written for seed in seeds), default=0.0)
-    return RunData(folder, settings, seeds, summary.is_file() and summary.stat().st_mtime >= last)
+    return RunData(folder, settings, [_read_seed(seed, files[seed]) for seed in sorted(files)])
 
 
 def values_of(lines: Iterable[Line], name: str) -> Points:

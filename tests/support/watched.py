@@ -70,9 +70,16 @@ def line_of(step, seed=0, kind=LEARN):
     }
 
 
-def write_run(folder, *, seeds=(0, 1), warm_up=4, steps=36, without=(), finished=False):
-    """Write the files of a run whose lines have no metric of ``without``."""
-    settings = {"task": "count", "planner": "relibra", "warmup_steps": warm_up, "steps": steps}
+def write_run(folder, *, seeds=(0, 1), warm_up=4, steps=36, without=()):
+    """Write the files of a run before its last evaluation, whose lines have no metric of ``without``."""
+    settings = {
+        "task": "count",
+        "planner": "relibra",
+        "policy": "tiny",
+        "warmup_steps": warm_up,
+        "steps": steps,
+    }
+    settings |= {"seeds": seeds, "evaluation_batches": 1}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(settings | {"ranks": {"nodes": 2, "ranks_per_node": 4}}))
     for seed in seeds:
@@ -83,8 +90,6 @@ def write_run(folder, *, seeds=(0, 1), warm_up=4, steps=36, without=(), finished
         samples = [{"step": step, "samples": [SAMPLE] * 4} for step in range(warm_up, warm_up + steps)]
         write_lines(folder / f"seed-{seed}" / "metrics.jsonl", kept)
         write_lines(folder / f"seed-{seed}" / "samples.jsonl", samples)
-    if finished:
-        (folder / "summary.json").write_text("{}")
     return folder
 
 
