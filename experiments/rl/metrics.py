@@ -13,9 +13,9 @@ from relibra_jax.cost.batch_time import PARTS
 WARM_UP, LEARN, EVALUATE = "warm-up", "learn", "evaluation"
 """The kinds of lines: a supervised update, a learning step from a batch of responses, an evaluation."""
 FAILURES: Final = "failures"
-"""The key, in a line of metrics, of the first failures of reward functions: the sample and the error of each."""
-SHOWN_FAILURES: Final = 3
-"""The maximum number of failures in a line of metrics."""
+"""The key, in a line of metrics, of some failures of reward functions: the sample and the error of each."""
+SHOWN_FAILURES: Final = 4
+"""The maximum number of failures in a line of metrics: the first of each kind, then others."""
 LENGTH_LEVELS: Final = (0.1, 0.5, 0.9, 1)
 """The levels of ``response/tokens_quantiles``."""
 MISMATCH_LEVELS: Final = (0.5, 0.9, 0.99, 1)

@@ -47,8 +47,9 @@ COLUMNS_EXPLAINED: Final = (
     " in updates, and in a recompute that follows their plans, over all learning steps; bound: the lower bound of any"
     " replication with the same homes; static: the same batches under static placement; live: updates that route live,"
     " without replicas; plan: median ms in a step; share: planning and migration as a share of the step's time; tok/s:"
-    " tokens of the batch per second of the step; fail: rewards that raised or were not finite; changed: expert choices"
-    " in which the live router differs from the record, in the last epoch."
+    " tokens of the batch per second of the step; fail: rewards that raised, were not finite,"
+    " took too long or ended their process; changed: expert choices in which the live router differs from the record,"
+    " in the last epoch."
 )
 """The explanation printed below the table."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from experiments.rl.metrics import SHOWN_FAILURES
 from experiments.rl.processes import from_first
 from experiments.rl.reward_pool import PoolSettings, RewardPool
 from experiments.rl.reward_worker import call_reward
@@ -32,6 +33,20 @@ class Rewards(NamedTuple):
     """True for samples with a reward. False if the reward function failed or the response is unfinished."""
     failures: list[Failure]
     """The failures."""
+
+
+def describe_failures(failures: Sequence[Failure]) -> list[str]:
+    """Return the texts of at most `SHOWN_FAILURES` failures: the first of each kind, then others.
+
+    >>> describe_failures([Failure("raised", f"sample {n}") for n in range(9)] + [Failure("timed_out", "sample 9")])
+    ['sample 0', 'sample 9', 'sample 1', 'sample 2']
+    """
+    by_kind: dict[str, list[str]] = {}
+    for failure in failures:
+        by_kind.setdefault(failure.kind, []).append(failure.text)
+    first = [texts[0] for texts in by_kind.values()]
+    others = [text for texts in by_kind.values() for text in texts[1:]]
+    return (first + others)[:SHOWN_FAILURES]
 
 
 def unscored(samples: int) -> Rewards:

@@ -9,9 +9,9 @@ from jaxtyping import Float
 
 from experiments.rl.algorithms import Targets
 from experiments.rl.correction import Correction, importance_weights, measure_correction
-from experiments.rl.metrics import FAILURES, LENGTH_LEVELS, MISMATCH_LEVELS, SHOWN_FAILURES
+from experiments.rl.metrics import FAILURES, LENGTH_LEVELS, MISMATCH_LEVELS
 from experiments.rl.reward_worker import FAILURE_KINDS
-from experiments.rl.rewards import Rewards, mean_by_task, mean_or_none
+from experiments.rl.rewards import Rewards, describe_failures, mean_by_task, mean_or_none
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
 from experiments.rl.step import StepMetrics
@@ -61,7 +61,7 @@ def measure_rewards(rewards: Rewards, task: Task, examples: Sequence[Example]) -
         "reward/mean_by_task": mean_by_task(task, examples, rewards.reward, rewards.scored),
         "reward/failed": len(kinds),
         **{f"reward/failed_{kind}": kinds.count(kind) for kind in FAILURE_KINDS},
-        FAILURES: [failure.text for failure in rewards.failures[:SHOWN_FAILURES]],
+        FAILURES: describe_failures(rewards.failures),
     }
 
 

@@ -24,14 +24,20 @@ from experiments.rl.metrics import (
     FAILURES,
     LEARN,
     METRICS,
-    SHOWN_FAILURES,
     WARM_UP,
 )
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import is_first, on_every_host
 from experiments.rl.prompts import EVALUATION, Prompts, find_run_task, find_tokenizer
 from experiments.rl.recording import record_batch
-from experiments.rl.rewards import Rewards, mean_by_task, mean_or_none, measure_solved, share_rewards
+from experiments.rl.rewards import (
+    Rewards,
+    describe_failures,
+    mean_by_task,
+    mean_or_none,
+    measure_solved,
+    share_rewards,
+)
 from experiments.rl.rollout import Sampler
 from experiments.rl.sample_texts import SampleText, choose_texts
 from experiments.rl.stages import (
@@ -246,7 +252,7 @@ class Trainer:
         reward, is_scored = (
             np.concatenate([getattr(part, name) for part in rewards]) for name in ("reward", "scored")
         )
-        failures = [failure.text for part in rewards for failure in part.failures]
+        failures = [failure for part in rewards for failure in part.failures]
         shape = (-1, config.evaluation_samples)
         correct = (reward >= config.evaluation.correct).reshape(shape)
         return {
@@ -256,7 +262,7 @@ class Trainer:
             "evaluation/pass_at_k": pass_at_k(correct, is_scored.reshape(shape), config.evaluation.pass_at),
             "evaluation/samples": int(is_scored.sum()),
             "evaluation/failed": len(failures),
-            FAILURES: failures[:SHOWN_FAILURES],
+            FAILURES: describe_failures(failures),
         }
 
     def _plan_and_recompute(
