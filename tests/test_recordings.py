@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments.rl.recording import join_routing, save_routing
+from experiments.engines.protocol import UNSAMPLED
+from experiments.rl.recording import join_routing, record_batch, save_routing
+from experiments.rl.rewards import Rewards
+from experiments.rl.rollout import Rollout
+from experiments.rl.tasks import Example
+from experiments.rl.tokens import Message
 from relibra_jax.cli.main import main
 from relibra_jax.contract.recording import UNKNOWN, Recording
 from relibra_jax.contract.replay_files import save_replay
@@ -37,6 +42,24 @@ def test_a_trace_file_keeps_every_part_of_a_recording_and_needs_none(tmp_path, a
         np.testing.assert_array_equal(read, saved, err_msg=name)
     drawn = bootstrap(trace, 8, seed=0).recording
     assert drawn == Recording(provenance=recording.provenance), "drawn batches mix the steps"
+
+
+def test_recorded_prompts_are_those_of_rows_that_windows_mix():
+    """There are two responses to each prompt; a carried one lies apart from the other."""
+    chat = (Message("user", "a"),)
+    prompts = ("b", "a", "b", chat, "a", chat)
+    version, mask = np.full((6, 2), 4), np.ones((6, 2), bool)
+    version[:, 0] = UNSAMPLED
+    rollout = Rollout(
+        *(None, mask, ~mask, mask[:, 0], None, None, 0, {}, version),
+        examples=[Example(prompt, "", number) for number, prompt in enumerate(prompts)],
+    )
+    scored = np.arange(6) != 1
+    recording = record_batch(rollout, Rewards(np.arange(6, dtype=np.float32), scored, []), step=4)
+    assert recording.prompt.tolist() == [0, 1, 0, 2, 1, 2]
+    assert recording.step.tolist() == [4] * 6
+    np.testing.assert_array_equal(recording.rewards, [0, np.nan, 2, 3, 4, 5])
+    assert recording.versions.tolist() == [[UNKNOWN, 4]] * 6
 
 
 def test_parts_of_steps_join_to_one_trace_even_if_their_deletion_was_killed(tmp_path):

@@ -14,6 +14,7 @@ from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.run_folder import UNSAVED_SETTINGS
 from experiments.rl.settings import flat, plain_settings
+from experiments.rl.tokens import Prompt
 from relibra_jax.contract.recording import UNKNOWN, Recording
 from relibra_jax.contract.replay_files import load_replay, read_recording, save_replay
 from relibra_jax.contract.types import RoutingReplay
@@ -24,19 +25,19 @@ PLACES: Final = (*UNSAVED_SETTINGS, "model", "engine", "requests")
 """The settings that name files, folders and addresses of one machine, which a trace does not state."""
 
 
-def record_batch(rollout: Rollout, rewards: Rewards, *, step: int, responses_per_prompt: int) -> Recording:
+def record_batch(rollout: Rollout, rewards: Rewards, *, step: int) -> Recording:
     """Return what a step recorded of its samples: prompts, rewards, and the version of each token's weights.
 
     Args:
-        rollout: the responses of the step.
+        rollout: the responses of the step, with the example of every sample. Samples with equal prompts get the same
+            number, wherever they are: with windows, rows of one prompt end and begin apart from each other.
         rewards: their rewards.
         step: the number of the step, which is that of the updates before it.
-        responses_per_prompt: how many successive samples respond to the same prompt.
     """
-    samples = len(rewards.reward)
+    numbers: dict[Prompt, int] = {}
     return Recording(
-        step=np.full(samples, step),
-        prompt=np.arange(samples) // responses_per_prompt,
+        step=np.full(len(rewards.reward), step),
+        prompt=np.array([numbers.setdefault(each.prompt, len(numbers)) for each in rollout.examples]),
         rewards=np.where(rewards.scored, rewards.reward, np.nan).astype(np.float32),
         versions=np.where(rollout.version == UNSAMPLED, UNKNOWN, rollout.version),
     )

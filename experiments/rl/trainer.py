@@ -203,9 +203,7 @@ class Trainer:
             self.texts = choose_texts(rollout.responses, rewards, self.prompts.tokenizer)
         num_tokens = int(rollout.responses.mask.sum())
         speed = measure_speed(num_tokens, clock)
-        self.recording = record_batch(
-            rollout, rewards, step=state.step, responses_per_prompt=config.responses_per_prompt
-        )
+        self.recording = record_batch(rollout, rewards, step=state.step)
         state.step += 1
         state.carried = rollout.carried
         return {
