@@ -1,15 +1,18 @@
 """Recordings of several training steps: files keep every part, and `relibra inspect` shows what steps change."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.engines.protocol import UNSAMPLED
-from experiments.rl.recording import join_routing, record_batch, save_routing
+from experiments.rl.configs import Train
+from experiments.rl.evaluation import Evaluation
+from experiments.rl.recording import describe_run, join_routing, record_batch, save_routing
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
-from experiments.rl.tasks import Example
+from experiments.rl.tasks import TASKS, Example
 from experiments.rl.tokens import Message
 from relibra_jax.cli.main import main
 from relibra_jax.contract.recording import UNKNOWN, Recording
@@ -60,6 +63,29 @@ def test_recorded_prompts_are_those_of_rows_that_windows_mix():
     assert recording.step.tolist() == [4] * 6
     np.testing.assert_array_equal(recording.rewards, [0, np.nan, 2, 3, 4, 5])
     assert recording.versions.tolist() == [[UNKNOWN, 4]] * 6
+
+
+def test_provenance_states_what_ran_and_no_places():
+    config = Train(
+        prompts_file=Path("/somewhere/prompts.jsonl"),
+        evaluation=Evaluation(prompts_file=Path("/somewhere/asked.jsonl"), pass_at=2),
+        out=Path("/somewhere/out"),
+        reward="my_reward:reward",
+        warmup_steps=0,
+        record=2,
+    )
+    about = describe_run(config, 3)
+    assert "/somewhere" not in json.dumps(about)
+    assert about["task"] == "own prompts"
+    assert about["settings other than the defaults"] == {
+        "reward": "my_reward:reward",
+        "evaluation.pass_at": 2,
+        "warmup_steps": 0,
+        "record": 2,
+    }
+    assert "learn" not in about["recorded by"], "the configuration is not known"
+    assert describe_run(Train(), 3)["task"] == Train().task
+    assert describe_run(Train(), 3, TASKS["copy"])["task"] == "copy"
 
 
 def test_parts_of_steps_join_to_one_trace_even_if_their_deletion_was_killed(tmp_path):

@@ -1,5 +1,6 @@
 """The recorded routing of the last steps of a run, which become one trace with steps, rewards and versions."""
 
+import typing
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,8 @@ from experiments.rl.provenance import code
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.run_folder import UNSAVED_SETTINGS
-from experiments.rl.settings import flat, plain_settings
+from experiments.rl.settings import flat, plain_settings, setting_types
+from experiments.rl.tasks import Task
 from experiments.rl.tokens import Prompt
 from relibra_jax.contract.recording import UNKNOWN, Recording
 from relibra_jax.contract.replay_files import load_replay, read_recording, save_replay
@@ -21,8 +23,8 @@ from relibra_jax.contract.types import RoutingReplay
 
 TRACE: Final = "replay.npz"
 """The name of the trace in the folder of a seed."""
-PLACES: Final = (*UNSAVED_SETTINGS, "model", "engine", "requests")
-"""The settings that name files, folders and addresses of one machine, which a trace does not state."""
+PLACES: Final = (*UNSAVED_SETTINGS, "engine", "requests")
+"""The settings of one machine that a trace does not state, apart from those that are paths."""
 
 
 def record_batch(rollout: Rollout, rewards: Rewards, *, step: int) -> Recording:
@@ -43,16 +45,24 @@ def record_batch(rollout: Rollout, rewards: Rewards, *, step: int) -> Recording:
     )
 
 
-def describe_run(config: Train, seed: int) -> dict[str, Any]:
-    """Describe a run for its trace, without places of this machine: the model, the task, the seed and the settings."""
+def describe_run(config: Train, seed: int, task: Task | None = None) -> dict[str, Any]:
+    """Describe a run for its trace, without places of this machine: the model, the task, the seed and the settings.
+
+    Args:
+        config: the settings of the run.
+        seed: the seed.
+        task: the task, if it is not the one of the settings.
+    """
+    task_name = "own prompts" if config.prompts_file is not None else config.task
     model, defaults = config.model_config, flat(plain_settings(Train()))
+    types = setting_types(Train)
     settings = {
         name: value
         for name, value in flat(plain_settings(config)).items()
-        if value != defaults.get(name) and name.partition(".")[0] not in PLACES
+        if value != defaults.get(name) and name.partition(".")[0] not in PLACES and not _is_path(types[name])
     }
     return {
-        "recorded by": "python -m experiments.run learn --record",
+        "recorded by": "a training run of relibra_jax, by its setting record",
         "model": config.model_name,
         "sizes": {
             "layers": model.layers,
@@ -62,7 +72,7 @@ def describe_run(config: Train, seed: int) -> dict[str, Any]:
             "width": model.width,
             "vocabulary": model.vocabulary,
         },
-        "task": config.task,
+        "task": task_name if task is None else task.name,
         "algorithm": config.algorithm,
         "routes of": config.routing,
         "dtype": config.dtype,
@@ -73,6 +83,11 @@ def describe_run(config: Train, seed: int) -> dict[str, Any]:
         "code": code(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+def _is_path(hint: Any) -> bool:
+    """Return whether values of a type are paths, or have some."""
+    return hint is Path or any(map(_is_path, typing.get_args(hint)))
 
 
 def save_routing(

@@ -173,7 +173,7 @@ def _run_trainer(run: _Run, seed: int, trainer: Trainer, folder: Path) -> bool:
         _save_model(trainer, folder, run.console)
     # After the last checkpoint: a run that is killed before this point gets here again, with all parts still there.
     if finished and is_first():
-        join_routing(folder, recorded, describe_run(config, seed))
+        join_routing(folder, recorded, describe_run(config, seed, run.task))
     return finished
 
 
