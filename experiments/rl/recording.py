@@ -53,7 +53,6 @@ def describe_run(config: Train, seed: int, task: Task | None = None) -> dict[str
         seed: the seed.
         task: the task, if it is not the one of the settings.
     """
-    task_name = "own prompts" if config.prompts_file is not None else config.task
     model, defaults = config.model_config, flat(plain_settings(Train()))
     types = setting_types(Train)
     settings = {
@@ -72,7 +71,7 @@ def describe_run(config: Train, seed: int, task: Task | None = None) -> dict[str
             "width": model.width,
             "vocabulary": model.vocabulary,
         },
-        "task": task_name if task is None else task.name,
+        "task": config.task_name if task is None else task.name,
         "algorithm": config.algorithm,
         "routes of": config.routing,
         "dtype": config.dtype,
