@@ -327,7 +327,6 @@ def test_bad_lines_are_named(tmp_path, capsys, line, says):
             "--prompts-file=FILE",
             "--reward=some_rewards",
         ): "reward 'some_rewards' must be written module:attribute",
-        ("--prompts-file=FILE", "--task=add"): "task=add and prompts_file=",
         ("--prompts-file=nowhere.jsonl",): "nowhere.jsonl: there is no such file",
         (
             "--prompts-file=FILE",

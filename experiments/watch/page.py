@@ -61,9 +61,11 @@ def run_page(run: RunData, *, reload_seconds: int | None = None) -> str:
 def _lead(run: RunData) -> str:
     settings = run.settings
     # Without checks: the other settings may be those of an earlier version.
-    of_model: dict[str, Any] = {name: settings[name] for name in ("model", "policy") if name in settings}
-    model = unchecked_settings(Train, of_model).model_name if of_model else None
-    parts = [settings.get("task"), settings.get("algorithm"), model, settings.get("planner")]
+    of_names: dict[str, Any] = {
+        name: settings[name] for name in ("task", "prompts_file", "model", "policy") if name in settings
+    }
+    named = unchecked_settings(Train, of_names)
+    parts = [named.task_name, settings.get("algorithm"), named.model_name, settings.get("planner")]
     ranks = settings.get("ranks")
     if isinstance(ranks, dict) and "nodes" in ranks and "ranks_per_node" in ranks:
         parts.append(f"{ranks['nodes']} nodes of {ranks['ranks_per_node']} ranks")
