@@ -83,7 +83,7 @@ def test_train_rejects_settings_that_do_not_fit_the_checkpoint(folder, tmp_path)
         ValueError, match=r"policy='small' and model=.* exclude each other: .* from a checkpoint"
     ):
         Train(model=folder, policy="small")
-    with pytest.raises(ValueError, match=r"nowhere/config.json: there is no such file"):
+    with pytest.raises(ValueError, match=r"nowhere: there is no such folder"):
         Train(model=tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"dtype 'float16' must be one of float32, bfloat16"):
         Train(dtype="float16")
