@@ -12,11 +12,10 @@ from typing import Any
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.program import run_program
+from experiments.program import run_program, wide_console
 from experiments.rl.provenance import START, read_starts
 from experiments.rl.run_folder import UNSAVED_SETTINGS, saved_config
 from experiments.rl.settings import flat, plain_settings
@@ -50,7 +49,7 @@ def main(options: CompareRuns) -> None:
         for name, folder in zip(names, options.folders, strict=True)
     }
     starts = {name: read_starts(folder) for name, folder in zip(names, options.folders, strict=True)}
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = wide_console()
     console.print(_differences("Settings that differ", settings) or "Settings that differ: none")
     if all(starts.values()):
         console.print(_differences("Code that differs", _codes(starts)) or "Code that differs: none")

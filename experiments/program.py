@@ -1,4 +1,4 @@
-"""What the programs of this folder share: the trace argument, and the parsing of options."""
+"""What the programs of this folder share: the trace argument, the console, and the parsing of options."""
 
 import functools
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
 
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
@@ -20,6 +21,11 @@ TraceName = Annotated[
     ),
 ]
 """The trace argument of a program: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
+
+
+def wide_console() -> Console:
+    """Make a console of the terminal's width; of 150 columns if the output goes to a file."""
+    return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def run_program(

@@ -21,7 +21,6 @@ without training, use ``relibra compare``. Compiled programs are kept in ``~/.ca
 import argparse
 import dataclasses
 import functools
-import itertools
 import os
 import shlex
 import sys
@@ -31,10 +30,10 @@ from typing import Final, NamedTuple
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from experiments.program import wide_console
 from experiments.rl.config_file import (
     ConfigFile,
     config_names,
@@ -56,7 +55,7 @@ from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.programs import keep_programs_unless
 from relibra_jax.support.suggestions import look_up
 
-console = Console(width=None if sys.stdout.isatty() else 150)
+console = wide_console()
 
 PROGRAM: Final = "python -m experiments.run"
 
@@ -200,7 +199,7 @@ def _run(name: str, args: list[str]) -> int | None:
         raise ValueError(
             f"{name} is a sweep, which one process makes: with several processes, give a --variant to each start"
         )
-    run_sweep(name, variants, out, console, command=_command(name, args, own.out))
+    run_sweep(name, variants, out, console, command=_command(name, args))
     return None
 
 
@@ -210,13 +209,11 @@ def _run_dry(variant: str | None, run: Train, trace: str | None, cluster: str | 
     return print_dry_run(dry_run(run, trace=trace, cluster=cluster), console)
 
 
-def _command(name: str, args: Sequence[str], out: Path | None) -> str:
+def _command(name: str, args: Sequence[str]) -> str:
     """Return the command without ``--out``: the results are the same in any folder."""
-    words = [word for word in (*args, "") if word != f"--out={out}"]
-    pairs = itertools.pairwise(("", *words))
-    return shlex.join(
-        [*PROGRAM.split(), name, *(word for before, word in pairs if word and "--out" not in (before, word))]
-    )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out")
+    return shlex.join([*PROGRAM.split(), name, *parser.parse_known_args(args)[1]])
 
 
 if __name__ == "__main__":

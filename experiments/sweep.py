@@ -4,20 +4,18 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.dry_run import dry_run
-from experiments.rl.metrics_log import read_metrics
-from experiments.rl.run_folder import UNSAVED_SETTINGS, saved_config
+from experiments.rl.metrics_log import read_seed
+from experiments.rl.report import SUMMARY_FILE
+from experiments.rl.run_folder import SETTINGS_FILE, UNSAVED_SETTINGS, saved_config
 from experiments.rl.train import run_train
 from experiments.sweep_report import RESULTS, write_report
-
-FINISHED: Final = "summary.json"
-"""The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
 
 
 def run_sweep(name: str, variants: Mapping[str, Train], out: Path, console: Console, *, command: str) -> None:
@@ -38,11 +36,10 @@ def run_sweep(name: str, variants: Mapping[str, Train], out: Path, console: Cons
     if previous.keys() - variants.keys():
         raise ValueError(f"{out} is a sweep of other variants, {', '.join(previous)}; choose another --out")
     # Before the first run, so that no time is lost if another one cannot be made.
-    settings = {variant: _started(config) for variant, config in variants.items()}
-    host_devices(max(config.num_ranks for config in settings.values()))
-    for variant, config in settings.items():
-        refusals = dry_run(config, plan=False).refusals
-        if refusals:
+    host_devices(max(config.num_ranks for config in variants.values()))
+    for variant, config in variants.items():
+        _started(config)
+        if refusals := dry_run(config, plan=False).refusals:
             raise ValueError(f"variant {variant}: {refusals[0]}")
     for variant, config in variants.items():
         console.print(f"variant {variant}", style="bold", highlight=False)
@@ -67,11 +64,11 @@ def run_variant(name: str, config: Train, console: Console) -> bool:
     Raises:
         ValueError: if the folder contains runs with other settings.
     """
-    settings = _started(config)
-    assert config.out is not None, "every variant has a folder"
-    if not (config.out / FINISHED).exists():
+    settings, folder = _started(config), config.out
+    assert folder is not None, "every variant has a folder"
+    if not (folder / SUMMARY_FILE).exists():
         run_train(settings, console, name=name)
-    return (config.out / FINISHED).exists()
+    return (folder / SUMMARY_FILE).exists()
 
 
 def read_runs(folder: Path) -> list[list[dict[str, Any]]]:
@@ -80,14 +77,14 @@ def read_runs(folder: Path) -> list[list[dict[str, Any]]]:
     Raises:
         ValueError: if the folder contains no runs.
     """
-    return [read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in saved_config(folder).seeds]
+    return [read_seed(folder, seed) for seed in saved_config(folder).seeds]
 
 
 def _started(config: Train) -> Train:
     """Return the settings that start the runs in a variant's folder, or resume those that are there."""
     folder = config.out
     assert folder is not None
-    if not (folder / "config.json").exists():
+    if not (folder / SETTINGS_FILE).exists():
         return config
     saved = saved_config(folder)
     unsaved = {name: getattr(config, name) for name in UNSAVED_SETTINGS}

@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import run
 from experiments.miniature.__main__ import Compare, Run, main
 from experiments.miniature.attention import attend
 from experiments.miniature.cluster import Miniature
 from experiments.miniature.contenders import BALANCED, draw_batches, even_routing
 from experiments.miniature.faults import Fault
 from experiments.miniature.launch import run_on_ranks, why_not
-from experiments.miniature.learn import MEDIANS, make_table
+from experiments.miniature.learn import LEARNED, MEDIANS, Learn, learn, make_table
 from experiments.miniature.quota import MOUNT
 from experiments.miniature.report import Speed, agreement, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS
+from experiments.rl.config_file import read_config
 from relibra_jax.traces.calibrated import GPT_OSS_20B, draw_trace
 
 PRIVILEGES = why_not()
@@ -334,6 +336,36 @@ def test_learn_compares_steps_that_do_not_compile_and_gradients():
     cells = [list(column.cells) for column in make_table(results).columns]
     assert [column[0] for column in cells[1:]] == ["3", "3", "3", "3", "0.0e+00"]
     assert cells[-1][1] == "5.0e-01"
+
+
+def test_learn_reads_the_run_of_every_variant(tmp_path, monkeypatch, capsys):
+    """Each variant is made as `experiments.run` makes one, in a folder of its own."""
+    folders = []
+
+    def run_variant(name, config, console):
+        folders.append(config.out)
+        line = {name: float(len(folders)) for name in (*MEDIANS, *LEARNED)}
+        (config.out / "seed-0").mkdir(parents=True)
+        lines = [{"kind": "learn", "step": step, **line} for step in range(config.steps)]
+        (config.out / "seed-0" / "metrics.jsonl").write_text(
+            "".join(json.dumps(each) + "\n" for each in lines)
+        )
+
+    monkeypatch.setattr("experiments.run.run_variant", run_variant)
+    monkeypatch.setattr(
+        "experiments.miniature.learn.run_on_ranks", lambda sizes, command: run.main(command[3:])
+    )
+    sizes = Miniature(nodes=2, ranks=2, core=0.25)
+    assert (
+        learn(Learn(miniature=sizes, config="replay", steps=3, out=tmp_path, settings=("--epochs", "1"))) == 0
+    )
+    variants = list(read_config("replay").variants)
+    assert folders == [tmp_path / name for name in variants]
+    rows = json.loads((tmp_path / "learn.json").read_text())["rows"]
+    assert {name: row["reward/mean"] for name, row in rows.items()} == {
+        name: [float(number)] * 3 for number, name in enumerate(variants, 1)
+    }
+    assert "live-gspo" in capsys.readouterr().out
 
 
 def test_report_shows_speed_and_agreement(tmp_path):

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from experiments.miniature.cluster import Miniature, rate_of
 from experiments.miniature.contenders import EXCHANGES, contenders, draw_batches
 from experiments.miniature.launch import run_on_ranks
@@ -15,7 +13,7 @@ from experiments.miniature.peers import PEERS, why_no_peer
 from experiments.miniature.report import agreement, describe_machine, draw_speeds, make_tables, speeds
 from experiments.miniature.twins import TWINS, Twin
 from experiments.miniature.updates import Settings
-from experiments.program import TraceName
+from experiments.program import TraceName, wide_console
 from relibra_jax.cost.models import MODELS
 from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.support.atomic_write import write_json
@@ -127,7 +125,7 @@ def compare(options: Compare) -> int:
     report["agreement"] = agreement(speeds(report["rows"]))._asdict()
     write_json(path, report)
     draw_speeds(path.with_suffix(".png"), report)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = wide_console()
     for table in make_tables(report):
         console.print(table)
     console.print(f"model: {report['agreement']}; numbers and figure: {path}, {path.with_suffix('.png')}")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from experiments import run
@@ -19,9 +18,10 @@ from experiments.miniature.cluster import Miniature
 from experiments.miniature.launch import run_on_ranks
 from experiments.miniature.report import describe_machine, new_table
 from experiments.miniature.sharing import shared_programs
+from experiments.program import wide_console
 from experiments.rl.config_file import read_config
 from experiments.rl.metrics import LEARN
-from experiments.rl.metrics_log import read_metrics
+from experiments.rl.metrics_log import read_seed
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 
@@ -64,24 +64,23 @@ def learn(options: Learn) -> int:
         str(options.steps),
     ]
     rows: dict[str, Any] = {}
+    program = [
+        sys.executable,
+        "-m",
+        "experiments.miniature.learn",
+        options.config,
+        *shared,
+        *options.settings,
+    ]
     for name in variants:
-        folder = options.out / name
-        command = [
-            sys.executable,
-            "-m",
-            "experiments.miniature.learn",
-            options.config,
-            "--variant",
-            name,
-            *shared,
-        ]
-        if status := run_on_ranks(sizes, [*command, *options.settings, "--out", str(folder)]):
+        command = [*program, "--variant", name, "--out", str(options.out)]
+        if status := run_on_ranks(sizes, command):
             return status
-        rows[name] = measure(read_metrics(folder / "seed-0" / "metrics.jsonl"))
+        rows[name] = measure(read_seed(options.out / name, 0))
     report = {"settings": dataclasses.asdict(sizes), "options": [*shared, *options.settings], "rows": rows}
     path = options.out / "learn.json"
     write_json(path, report | describe_machine())
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = wide_console()
     console.print(make_table(rows))
     console.print(f"numbers: {path}")
     return 0

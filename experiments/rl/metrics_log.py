@@ -60,6 +60,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete_text.splitlines()]
 
 
+def read_seed(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Read the metrics of one seed in the folder of a run, as `read_metrics` does."""
+    return read_metrics(folder / f"seed-{seed}" / METRICS_FILE)
+
+
 class _Lines:
     """An open file of JSON lines, from which those from ``step`` on have been dropped."""
 

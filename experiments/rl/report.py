@@ -11,7 +11,7 @@ from rich.table import Table
 
 from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN, METRICS
-from experiments.rl.metrics_log import read_metrics
+from experiments.rl.metrics_log import read_seed
 from experiments.rl.step_clock import PLANNING
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, LINE_STYLES, SERIES, planner_style
@@ -60,6 +60,10 @@ SPEEDS: Final = {
 """The metrics ``speed/...`` in the report, and the text printed after each number."""
 
 
+SUMMARY_FILE: Final = "summary.json"
+"""The file in the folder of a run whose seeds are complete."""
+
+
 def write_report(config: Train, folder: Path, console: Console, name: str) -> None:
     """Print the table, write ``summary.json`` and ``training.png``, and print their paths.
 
@@ -69,7 +73,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         console: the console to print to.
         name: the name of the run.
     """
-    metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
+    metrics = {seed: read_seed(folder, seed) for seed in config.seeds}
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
     copies = config.data * config.fsdp
     setting = (
@@ -77,7 +81,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         f" {'' if copies == 1 else f'{copies} groups of '}{config.ranks.nodes} nodes x"
         f" {config.ranks.ranks_per_node} ranks"
     )
-    figure, numbers = folder / "training.png", folder / "summary.json"
+    figure, numbers = folder / "training.png", folder / SUMMARY_FILE
     write_json(numbers, {"setting": setting, "seeds": summary})
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")

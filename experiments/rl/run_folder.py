@@ -13,6 +13,8 @@ from experiments.rl.settings import flat, make_settings, plain_settings
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.json_text import parse_json
 
+SETTINGS_FILE: Final = "config.json"
+"""The file of settings in the folder of a run."""
 UNSAVED_SETTINGS: Final = ("out", "resume", "verify", "profile")
 """The settings that apply to one start of a run and are not saved for the next."""
 
@@ -43,7 +45,7 @@ def _new_folder(config: Train, name: str) -> Path:
     if config.resume is not None:
         return config.resume
     folder = config.out or Path("out") / Path(name).stem / datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    if (folder / "config.json").exists():
+    if (folder / SETTINGS_FILE).exists():
         raise ValueError(
             f"{folder} contains a run already: resume it with --resume {folder}, or choose another --out"
         )
@@ -53,7 +55,7 @@ def _new_folder(config: Train, name: str) -> Path:
 def save_config(config: Train, folder: Path, console: Console) -> None:
     """Save the settings, and print how they differ from those that a resumed run had before."""
     settings = {key: value for key, value in plain_settings(config).items() if key not in UNSAVED_SETTINGS}
-    path = folder / "config.json"
+    path = folder / SETTINGS_FILE
     previous = json.loads(path.read_text()) if path.exists() else settings
     for key, value in settings.items():
         if previous.get(key) != value:
@@ -76,9 +78,9 @@ def saved_config(folder: Path) -> Train:
     Raises:
         ValueError: if the folder contains no run, or its settings cannot be read.
     """
-    path = folder / "config.json"
+    path = folder / SETTINGS_FILE
     if not path.is_file():
-        raise ValueError(f"{folder}: no run to resume, because there is no config.json")
+        raise ValueError(f"{folder}: no run to resume, because there is no {SETTINGS_FILE}")
     try:
         # Settings that did not exist when the run began have their defaults.
         settings = parse_json(path.read_text())

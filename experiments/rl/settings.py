@@ -1,6 +1,7 @@
 """Settings as plain values, as JSON and TOML have them, and back: every value is checked against its field's type."""
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -33,14 +34,15 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def setting_types(kind: type) -> dict[str, Any]:
+@functools.cache
+def setting_types(kind: type) -> Mapping[str, Any]:
     """Return the type of every setting of a dataclass by its dotted name.
 
     >>> from relibra_jax.evaluation import Ranks
     >>> setting_types(Ranks)["nodes"]
     <class 'int'>
     """
-    return dict(_types(kind, ""))
+    return types.MappingProxyType(dict(_types(kind, "")))
 
 
 def _types(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from experiments.rl.metrics import LEARN
 from experiments.rl.metrics_log import METRICS_FILE, SAMPLES_FILE, read_metrics
+from experiments.rl.run_folder import SETTINGS_FILE
 from relibra_jax.support.json_text import parse_json
 
-CONFIG: Final = "config.json"
 Line = dict[str, Any]
 """A line of metrics."""
 Number = int | float
@@ -81,14 +81,16 @@ def read_run(folder: Path) -> RunData:
     Raises:
         ValueError: if the folder contains no run, or a file of it cannot be read.
     """
-    config = folder / CONFIG
+    config = folder / SETTINGS_FILE
     files = {
         int(match[1]): path
         for path in folder.glob(f"seed-*/{METRICS_FILE}")
         if (match := SEED_FOLDER.fullmatch(path.parent.name))
     }
     if not config.is_file() and not files:
-        raise ValueError(f"{folder}: no run, because it has neither {CONFIG} nor seed-*/{METRICS_FILE}")
+        raise ValueError(
+            f"{folder}: no run, because it has neither {SETTINGS_FILE} nor seed-*/{METRICS_FILE}"
+        )
     settings = _parse(config) if config.is_file() else {}
     return RunData(folder, settings, [_read_seed(seed, files[seed]) for seed in sorted(files)])
 
