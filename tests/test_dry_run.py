@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from experiments.model_memory import check_training_memory
-from experiments.rl import dry_run as dry_run_module
+from experiments.rl import dry_plan
 from experiments.rl.configs import Train
-from experiments.rl.dry_run import dry_run, find_hardware, find_trace, plan_batch
+from experiments.rl.dry_plan import find_trace, plan_batch
+from experiments.rl.dry_run import dry_run, find_hardware
 from experiments.rl.dry_tables import print_dry_run, total_times
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
@@ -92,8 +93,8 @@ def test_160_ranks_are_planned_without_devices(monkeypatch):
         raise AssertionError(f"a dry run asked for {count} devices")
 
     monkeypatch.setattr("experiments.rl.devices.host_devices", no_devices)
-    monkeypatch.setattr(dry_run_module, "DRAWN_SAMPLES", 8)
-    monkeypatch.setattr(dry_run_module, "PLANNED_LAYERS", 2)
+    monkeypatch.setattr(dry_plan, "DRAWN_SAMPLES", 8)
+    monkeypatch.setattr(dry_plan, "PLANNED_LAYERS", 2)
     dry = dry_run(QWEN3_235B)
     planned = dry.planned
     assert dry.refusals == ()
@@ -151,7 +152,7 @@ def test_the_command_prints_a_dry_run_and_writes_nothing(tmp_path, monkeypatch, 
 
 
 def test_a_trace_must_have_the_routing_of_the_model(monkeypatch):
-    monkeypatch.setattr(dry_run_module, "DRAWN_SAMPLES", 8)
+    monkeypatch.setattr(dry_plan, "DRAWN_SAMPLES", 8)
     model = Train().model_config
     assert find_trace(model, None).name == find_trace(model, "recorded").name == "recorded_trace.npz"
     olmoe = dataclasses.replace(model, num_experts=64, gating=QWEN3_30B.model_config.gating)

@@ -7,7 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.rl.dry_run import DryRun, Planned
+from experiments.rl.dry_plan import Planned
+from experiments.rl.dry_run import DryRun
 from experiments.step_memory import counted_rows, host_bytes, memory_by_stage
 from relibra_jax.cost.batch_time import PARTS
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages
