@@ -11,6 +11,7 @@ from experiments.aot.hlo import Program
 from experiments.aot.migration import Migration, judge_migration
 from experiments.aot.pieces import Crossing, judge_crossings
 from experiments.aot.ways import EXPERT
+from relibra_jax.execution.exchange import UPDATES
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -98,6 +99,8 @@ SOUND = {
         gathered=0,
         sent=SENT,
         expected=SENT,
+        gathers=10.0,
+        updates=UPDATES if case.way == "ragged" else None,
     )
     for stack in STACKS
     for case in stack_cases(*stack)
@@ -128,6 +131,8 @@ PADDED, RAGGED = (replace(DEEP, way=way) for way in ("padded", "ragged"))
         (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "its growth with depth"]),
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),
+        (DEEP, {"gathers": 28.0}, ["gathers of a layer"]),
+        (RAGGED, {"updates": 8}, ["ragged exchanges have"]),
         (RAGGED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),
         (PADDED, {"moves": [one._replace(attention=0) for one in SOUND[PADDED].moves]}, ["every "] * 2),
         (PADDED, {"temporary": 106 * BUFFER}, ["temporary memory", "its growth with depth"]),

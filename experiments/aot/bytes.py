@@ -136,13 +136,13 @@ def transfer_content(transfer: Transfer) -> Content:
         "combine": "tokens",
     }
     content = next((each for scope, each in scopes.items() if scope in transfer.op_name), None)
-    dtype, shape = transfer.operands[0]
+    dtype, _ = transfer.operands[0]
     if content == "tokens" and dtype == "f32":
         # These are gates and their gradients, because tokens are sent in bfloat16.
         return "gates"
-    if content is None and transfer.kind == "ragged-all-to-all" and len(shape) == 4:
-        # XLA drops the names of ragged exchanges; only the exchange of experts has whole matrices.
-        return "replicas"
+    if content is None and transfer.kind == "ragged-all-to-all":
+        # XLA drops the names of ragged exchanges, and that of replicas gets the name of their packing.
+        return "gates" if dtype == "f32" else "tokens"
     if content is None and transfer.kind in ("all-gather", "all-reduce", "reduce-scatter"):
         return "dense"
     return content or "other"

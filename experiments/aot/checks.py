@@ -11,6 +11,7 @@ from experiments.aot.findings import Finding, judge_bytes, print_findings, read_
 from experiments.aot.hlo import Transfer
 from experiments.aot.stack import compile_step
 from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
+from relibra_jax.execution.exchange import UPDATES
 
 type Phase = Literal["fetch", "refetch", "return"]
 
@@ -26,6 +27,9 @@ STACKS: Final[tuple[tuple[Way, bool], ...]] = (
 """The compiled stacks: exchange settings and whether they are scanned. Only the default is unrolled too."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 2, "padded": 2, "ragged": 1}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
+MOST_GATHERS: Final[Mapping[Way, float]] = {"auto": 27, "padded": 16, "ragged": 14}
+"""The most rows that gathers of a layer read in its three passes, in multiples of the rows that experts compute. Where
+lanes are fitted, a row is read from its lane and from the rows that a rank keeps."""
 MOST_BUFFERS: Final = 3.5
 """The largest number of replica buffers: weights, the next layer's prefetch, and gradients; and gaps between buffers of
 other sizes, which differ between programs with and without replicas."""
@@ -80,6 +84,10 @@ class Measured(NamedTuple):
     """The counted bytes that a device sends."""
     expected: Sent
     """The bytes that a device should send."""
+    gathers: float
+    """The rows of tokens and token copies that gathers read in a layer, in multiples of the rows of its experts."""
+    updates: int | None
+    """The least number of updates of a ragged exchange for each pair of ranks; None without such exchanges."""
 
 
 def stack_name(way: Way, scanned: bool) -> str:
@@ -127,7 +135,15 @@ def measure(case: Case) -> Measured:
         if transfer.kind == "all-gather":
             gathered = max(gathered, *(prod(shape) for _, shape in transfer.start.arrays))
     sent = count_sent(transfers, parallel.mesh.shape)
-    return Measured(temporary, moves, gathered, sent, expected_sent(MODEL, parallel, layers=case.layers))
+    assert parallel.capacities is not None
+    gathers = program.gathered(MODEL.width) / (case.layers * parallel.capacities.rows)
+    updates = [
+        prod(transfer.operands[2][1]) // parallel.topology.ranks_per_node
+        for transfer in transfers
+        if transfer.kind == "ragged-all-to-all"
+    ]
+    expected = expected_sent(MODEL, parallel, layers=case.layers)
+    return Measured(temporary, moves, gathered, sent, expected, gathers, min(updates, default=None))
 
 
 def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterator[Finding]:
@@ -141,7 +157,24 @@ def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterato
     deepest = Case(way=way, scanned=scanned, layers=DEPTHS[-1])
     yield from _judge_moves(deepest, measured[deepest])
     yield judge_bytes(deepest.stack, measured[deepest].sent, measured[deepest].expected)
+    yield from _judge_exchange(deepest, measured[deepest])
     yield from _judge_memory(deepest, measured)
+
+
+def _judge_exchange(case: Case, measured: Measured) -> Iterator[Finding]:
+    yield Finding(
+        case.stack,
+        f"gathers of a layer read at most {MOST_GATHERS[case.way]} times the rows of experts",
+        f"{measured.gathers:.2f} times",
+        measured.gathers <= MOST_GATHERS[case.way],
+    )
+    if measured.updates is not None:
+        yield Finding(
+            case.stack,
+            f"ragged exchanges have at least {UPDATES} updates for each pair of ranks",
+            f"{measured.updates}",
+            measured.updates >= UPDATES,
+        )
 
 
 def _judge_moves(case: Case, measured: Measured) -> Iterator[Finding]:

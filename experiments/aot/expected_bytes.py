@@ -13,8 +13,9 @@
     return     the same in the other direction, in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
 
-In padded exchanges among P devices, 1/P of the data stays on the device. Fitted exchanges send as much at most. For
-ragged exchanges the whole buffers are counted, which is an upper bound.
+In padded exchanges among P devices, 1/P of the data stays on the device. Fitted exchanges send as much at most; where
+exchanges inside nodes are ragged, those between nodes are fitted. For ragged exchanges the whole buffers are counted,
+which is an upper bound.
 """
 
 from experiments.aot.bytes import Axes, Content, Sent
@@ -46,7 +47,7 @@ def expected_sent(
         hops = [("node", nodes, sizes.node, model.top_k), ("local", local, sizes.local, 1)]
     pieces = parallel.pieces * runs
     for axes, ranks, rows, gates in hops:
-        ragged = parallel.exchange == "ragged"
+        ragged = parallel.exchange == "ragged" and axes == "local"
         out, back = (rows.send, rows.receive) if ragged else ((ranks - 1) * rows.pair,) * 2
         total["tokens", axes] = pieces * (3 * out + 2 * back) * model.width * 2
         total["gates", axes] = pieces * (2 * out + back) * gates * 4

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from typing import Final
 
 COLLECTIVES: Final = (
@@ -188,6 +188,17 @@ class Program:
                 yield Transfer(
                     kind, instruction, operands, op_name, times, asynchronous and not sync, between
                 )
+
+    def gathered(self, width: int) -> float:
+        """Return the number of rows of ``width`` numbers that all gathers of a run read, in fusions too."""
+        return sum(
+            self.executions[name] * prod(shape) / width
+            for name, body in self.computations.items()
+            for instruction in body
+            if instruction.opcode == "gather"
+            for _, shape in instruction.arrays
+            if shape[-1:] == (width,)
+        )
 
     def is_gemm(self, instruction: Instruction) -> bool:
         """Return whether an instruction is a matrix product: a library call, a dot, or a fusion that contains one."""

@@ -15,6 +15,7 @@ Everything here runs on one rank, inside shard_map.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Num
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.gather import inverse_index
-from relibra_jax.execution.hop import Hop, Route, collect, deliver, pack
+from relibra_jax.execution.hop import Hop, Route, collect, deliver, make_hop, pack
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
 
@@ -169,20 +170,15 @@ def make_dispatch(
         The tables, and whether the buffers are large enough. If they are not, the tables are meaningless.
     """
     rank = jax.lax.axis_index(exchange.axes)
-    counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, rank]
-    lanes = exchange.lanes(counts)
-    slot_start = lanes.send_start[:, None] + starts(sent[rank])
+    hop, slot_start = make_hop(sent, exchange, rows)
     copy = _copies_in_lanes(key, slot_key, sent[rank], slot_start, exchange)
-    # Received rows are ordered by rank, then slot; computed rows by slot, then rank.
-    lane = lanes.receive_start[:, None] + starts(received)
-    arrival = segment_rows(rows, starts(received.T.ravel()), received.T.ravel(), lane.T.ravel())
     tables = Dispatch(
         copy=copy,
         place=inverse_index(copy, key.size).reshape(key.shape),
-        hop=Hop(lanes, arrival, inverse_index(arrival, exchange.receive_rows)),
-        group_sizes=received.sum(0, dtype=sent.dtype),
+        hop=hop,
+        group_sizes=sent[:, rank].sum(0, dtype=sent.dtype),
     )
-    return tables, _fits(exchange, counts, rows)
+    return tables, _fits(exchange, sent.sum(-1, dtype=sent.dtype), rows)
 
 
 def make_node_dispatch(
@@ -211,18 +207,19 @@ def make_node_dispatch(
     served &= (slot != EMPTY)[:, None]
     visit = served.any(-1)
     counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
-    lanes = between.lanes(counts)
-    place = jnp.where(visit, lanes.send_start[None] + starts(visit.astype(jnp.int32), 0), EMPTY)
+    hop, start = make_hop(counts[..., None], between, between.sizes.receive)
+    place = jnp.where(visit, start.T + starts(visit.astype(jnp.int32), 0), EMPTY)
     source = inverse_index(place.ravel(), between.send_rows)
 
-    arrival = segment_rows(between.sizes.receive, starts(lanes.received), lanes.received, lanes.receive_start)
-    hop = Hop(lanes, arrival, inverse_index(arrival, between.receive_rows))
-
-    # The slot of each copy inside its node, plus 1, so that the zeros in unused rows mean no copy.
-    inner = jnp.where(served, slot[:, None] % (local * slots) + 1, 0).reshape(-1, top_k)
-    (arrived,) = deliver(between, (inner,), (Route(source, place.reshape(-1, 1)),), hop)
+    # The slot of each copy inside its node.
+    inner = jnp.where(served, slot[:, None] % (local * slots), EMPTY).reshape(-1, top_k)
+    # Whole lanes are cheaper than a choice by the host, and layers can be prepared together.
+    whole = replace(between, kind="padded") if between.kind == "fitted" else between
+    (arrived,) = deliver(whole, (inner,), (Route(source, place.reshape(-1, 1)),), hop)
+    row = jnp.arange(between.sizes.receive, dtype=jnp.int32)[:, None]
+    arrived = jnp.where(row < counts[:, node].sum(), arrived, EMPTY)
     spread, fits = make_dispatch(
-        arrived - 1,
+        arrived,
         jnp.arange(local * slots, dtype=jnp.int32).reshape(local, slots),
         sent[:, :, node].sum(0, dtype=sent.dtype),
         inside,

@@ -9,8 +9,10 @@ sends no sizes. There are four kinds:
 - ``fitted``: lanes of one of ten lengths, the least that suffices for the layer and micro-batch. All ranks know that
   length beforehand, so that they choose the same all-to-all. One compiled program has all of them. Layers in pieces
   choose once for all their exchanges, among four lengths (`relibra_jax.execution.pipeline`).
-- ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Between several GPUs it
-  is unproven. Tests cover its index logic through ``emulated``.
+- ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Rows arrive in the order
+  of the receiver's slots, so that nothing has to arrange them. It works inside a node; between nodes, exchanges are
+  fitted. Between several GPUs it is unproven, and `relibra_jax.execution.exchange_check` proves it on a machine. Tests
+  cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.
 
 The transpose of sending rows is defined as sending cotangents back, so gradients do not depend on JAX's transpose of a
@@ -18,38 +20,44 @@ collective.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num
 
-from relibra_jax.execution.mesh import RANKS, vary_over
+from relibra_jax.contract.types import EMPTY
+from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
 
 IN_LANES: Final = ("padded", "fitted")
 """The kinds whose buffers have a lane of equal length for every rank."""
 KINDS: Final = (*IN_LANES, "ragged", "emulated")
-PIECES: Final = 32
-"""The number of pieces in which a ragged exchange sends a lane."""
+UPDATES: Final = 64
+"""The least number of updates of a ragged exchange for each pair of ranks. XLA's kernel needs about 256 blocks for the
+rate of NVLink, which four ranks with fewer updates do not have (docs/guides/layer-price.md)."""
 
 
 class Lanes(NamedTuple):
-    """The rows that one rank exchanges with each of the P ranks, including itself, and their places in the buffers."""
+    """The rows that one rank exchanges with each of the P ranks, including itself, and their places in the buffers.
 
-    sent: Int[jax.Array, "*stack P"]
+    Where buffers have lanes, there is one run of rows for each rank, ``[*stack, P]``. A ragged exchange has several:
+    ``[P, n]``, or `updates`.
+    """
+
+    sent: Int[jax.Array, "*runs"]
     """The number of rows for each rank."""
-    received: Int[jax.Array, "*stack P"]
+    received: Int[jax.Array, "*runs"]
     """The number of rows from each rank."""
-    send_start: Int[jax.Array, "*stack P"]
+    send_start: Int[jax.Array, "*runs"]
     """The first row for each rank in this rank's send buffer."""
-    receive_start: Int[jax.Array, "*stack P"]
+    receive_start: Int[jax.Array, "*runs"]
     """The first row from each rank in this rank's receive buffer."""
-    peer_receive_start: Int[jax.Array, "*stack P"]
+    peer_receive_start: Int[jax.Array, "*runs"]
     """The first row from this rank in the receive buffer of each rank."""
-    peer_send_start: Int[jax.Array, "*stack P"]
+    peer_send_start: Int[jax.Array, "*runs"]
     """The first row for this rank in the send buffer of each rank."""
     length: Int[jax.Array, "*stack"] | None = None
     """The number of the length that a fitted exchange sends of every lane, in `Exchange.lengths`, equal on all ranks;
@@ -114,13 +122,25 @@ class Exchange:
     def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
         """Compute this rank's lanes from the rows that each rank sends to each, which are equal on all ranks."""
         own = jax.lax.axis_index(self.axes)
-        if self.has_lanes:
-            rank = jnp.arange(self.ranks, dtype=counts.dtype)
-            start = jnp.where(rank == own, self.ranks, rank) * self.sizes.pair
-            peer_start = jnp.where(rank == own, self.ranks, own).astype(counts.dtype) * self.sizes.pair
-            length = self._length(counts) if self.kind == "fitted" else None
-            return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start, length)
-        send_start, receive_start = starts(counts, 1), starts(counts, 0)
+        rank = jnp.arange(self.ranks, dtype=counts.dtype)
+        start = jnp.where(rank == own, self.ranks, rank) * self.sizes.pair
+        peer_start = jnp.where(rank == own, self.ranks, own).astype(counts.dtype) * self.sizes.pair
+        length = self._length(counts) if self.kind == "fitted" else None
+        return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start, length)
+
+    def runs(self, counts: Int[jax.Array, "P P S"]) -> Lanes:
+        """Compute this rank's runs of a ragged exchange, one for each slot of each rank.
+
+        What a rank sends is in the order of ranks, then slots; what it receives in the order of its slots, then ranks.
+
+        Args:
+            counts: the rows that each rank sends to each slot of each rank, equal on all ranks.
+        """
+        own = jax.lax.axis_index(self.axes)
+        send_start = starts(counts.reshape(self.ranks, -1)).reshape(counts.shape)
+        by_slot = jnp.moveaxis(counts, 0, 2)
+        receive_start = starts(by_slot.reshape(self.ranks, -1)).reshape(by_slot.shape)
+        receive_start = jnp.moveaxis(receive_start, 2, 0)
         return Lanes(
             sent=counts[own],
             received=counts[:, own],
@@ -129,6 +149,10 @@ class Exchange:
             peer_receive_start=receive_start[own],
             peer_send_start=send_start[:, own],
         )
+
+    def in_rows(self, rows: int) -> "Exchange":
+        """Return the exchange of elements that have ``rows`` rows each."""
+        return replace(self, sizes=jax.tree.map(lambda size: size * rows, self.sizes))
 
     def lane_order(self) -> Int[jax.Array, " P"]:
         """Return the ranks in the order of their rows in this rank's send buffer."""
@@ -156,15 +180,15 @@ class Exchange:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
-    """Send the rows of each lane to the lane's rank, in lanes that are as long as their rows.
+    """Send the runs of rows of this rank to their ranks.
 
     Args:
-        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane.
-        lanes: this rank's lanes.
+        rows: ``[send_rows, ...]``.
+        lanes: this rank's `updates`.
         exchange: the ranks, the kind and the buffer sizes of the exchange, which is ragged or emulated.
 
     Returns:
-        ``[receive_rows, ...]``, with the rows from each rank at the start of its lane and zeros elsewhere.
+        ``[receive_rows, ...]``, with the received rows in their places. Other rows have no meaning and may be NaN.
     """
     return _move(rows, lanes, exchange, exchange.receive_rows)
 
@@ -192,45 +216,45 @@ def swap_lanes(
 
 
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
+    shape = (receive_rows, *rows.shape[1:])
     if exchange.kind == "emulated":
         all_rows = jax.lax.all_gather(rows, exchange.axes, tiled=True)
-        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
-        index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
-        return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
-    # These zeros depend on the rows, because a constant would occupy its buffer during the whole program.
-    zero = jnp.where(lanes.sent[0] < 0, rows[(0,) * rows.ndim], 0)
-    zeros = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
-    send_start, sent = cut_lanes(lanes.send_start, lanes.sent)
-    peer_receive_start, _ = cut_lanes(lanes.peer_receive_start, lanes.sent)
-    _, received = cut_lanes(lanes.receive_start, lanes.received)
+        # Segments must ascend. An empty one must come before another with the same start.
+        order = jnp.lexsort((lanes.received, lanes.receive_start))
+        rank = jnp.arange(exchange.ranks, dtype=jnp.int32).repeat(len(order) // exchange.ranks)
+        segments = lanes.receive_start, lanes.received, rank * len(rows) + lanes.peer_send_start
+        index = segment_rows(receive_rows, *(segment[order] for segment in segments))
+        # What is not received shows up if anything reads it.
+        nothing = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).max
+        index = jnp.where(index == EMPTY, len(all_rows), index)
+        return all_rows.at[index].get(mode="fill", fill_value=nothing)
+    buffer = vary_over(jax.lax.empty(shape, rows.dtype), varying_axes(rows))
     return jax.lax.ragged_all_to_all(
-        rows, zeros, send_start, sent, peer_receive_start, received, axis_name=exchange.axes
+        rows,
+        buffer,
+        lanes.send_start,
+        lanes.sent,
+        lanes.peer_receive_start,
+        lanes.received,
+        axis_name=exchange.axes,
     )
 
 
-def cut_lanes(
-    start: Int[jax.Array, " P"], count: Int[jax.Array, " P"], pieces: int = PIECES
-) -> tuple[Int[jax.Array, " cut"], Int[jax.Array, " cut"]]:
-    """Cut each of P lanes into equal pieces, of which the last may be shorter or empty.
+def updates(runs: Lanes) -> Lanes:
+    """Return the updates with which XLA runs a ragged exchange: one for each run, and empty ones.
 
-    XLA's kernel for GPUs copies each piece with one thread block.
+    XLA's kernel for GPUs has one thread block for each update, and as many blocks as the largest power of two in a
+    rank's number of updates, at most 64, share their rows evenly, however uneven runs are (docs/guides/gpu-kernels.md).
+    So there are at least `UPDATES` for each rank, and a power of two.
 
     Args:
-        start: the first row of each lane.
-        count: the number of rows of each lane.
-        pieces: the number of pieces of a lane.
+        runs: the runs ``[P, n]``.
 
     Returns:
-        The first row and the number of rows of each piece, lane by lane, ``[P * pieces]``.
+        The updates ``[P * U]``, rank by rank.
 
-    >>> starts, counts = cut_lanes(jnp.array([0, 100]), jnp.array([64, 33]))
-    >>> starts[:3].tolist(), counts[:3].tolist(), counts[PIECES:][15:18].tolist()
-    ([0, 2, 4], [2, 2, 2], [2, 1, 0])
+    >>> jax.tree.map(jnp.size, updates(Lanes(*[jnp.zeros((2, 65), int)] * 6))).sent
+    256
     """
-    piece = -(-count[:, None] // pieces)
-    begin = jnp.minimum(jnp.arange(pieces, dtype=count.dtype)[None] * piece, count[:, None])
-    cut_start, cut_count = (
-        start[:, None].astype(count.dtype) + begin,
-        jnp.minimum(piece, count[:, None] - begin),
-    )
-    return cut_start.ravel(), cut_count.ravel()
+    number = max(UPDATES, 1 << (runs.sent.shape[1] - 1).bit_length())
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, number - leaf.shape[1]))).ravel(), runs)

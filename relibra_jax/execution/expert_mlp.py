@@ -106,5 +106,7 @@ class GeneralMlp:
 
         hidden = ACTIVATIONS[self.activation](product(rows, GATE), product(rows, UP))
         out = product(hidden.astype(rows.dtype), DOWN, transposed=True)
-        scale = jnp.where(at[:, 0] < bounds[-1], row_scale, 0)
-        return (out * scale.astype(wide)[:, None]).astype(rows.dtype)
+        # The scale and the gradient of a row without a group may be NaN.
+        real = at < bounds[-1]
+        scale = jnp.where(real, row_scale[:, None], 0).astype(wide)
+        return jnp.where(real, out * scale, 0).astype(rows.dtype)

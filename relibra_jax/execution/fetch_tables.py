@@ -20,6 +20,8 @@ from relibra_jax.routing.sizes import export_count, exported_slots
 
 PULLED: Final = ("remote", "remote_emulated")
 """The kinds of fetch in which every rank reads its replicas from the memory of other ranks."""
+INSIDE_NODES: Final = ("ragged", *PULLED)
+"""The kinds of fetch that do not cross between nodes."""
 FETCHES: Final = ("padded", "ragged", "emulated", *PULLED)
 """All kinds of fetch: see `relibra_jax.execution.replicas`."""
 
@@ -38,9 +40,9 @@ class FetchTables(NamedTuple):
 
     exports: Int[jax.Array, "*stack X"]
     """The home or resident slot of each expert that this rank exports; EMPTY for none."""
-    lanes: Lanes | None
-    """The experts for and from each rank in a ragged exchange. None if experts travel in pieces: in the padded
-    exchange, and for the gradients of pulled replicas."""
+    runs: Lanes | None
+    """The experts for and from each rank in a ragged exchange, ``[P, 1]``. None if experts travel in pieces: in the
+    padded exchange, and for the gradients of pulled replicas."""
     source: Int[jax.Array, "*stack arrived"]
     """In a ragged exchange, the received row of each replica slot of this rank. In a padded exchange, for the R slots
     of every rank, the row among the pieces of all ranks' X exports. EMPTY for empty slots."""
@@ -121,12 +123,12 @@ def _in_lanes(source, exports: int, fits, held_slots: int, exchange: Exchange) -
     owner = jnp.where(source == EMPTY, ranks, source // held_slots)
     # [owner, receiver], in the order of the receivers' slots.
     sends = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
-    lanes = exchange.lanes(sends.sum(-1, dtype=jnp.int32))
+    runs = exchange.runs(sends.sum(-1, keepdims=True, dtype=jnp.int32))
     send_slot = inverse_index(places(sends[rank].ravel()), exchange.send_rows)
     slot = jnp.where(send_slot == EMPTY, EMPTY, source.ravel()[send_slot] % held_slots)
     # The row of a slot comes after the rows of earlier slots with the same owner.
     receives = sends[:, rank]
-    row = lanes.receive_start[:, None] + starts(receives.astype(jnp.int32))
+    row = runs.receive_start + starts(receives.astype(jnp.int32))
     row = jnp.where(receives, row, 0).sum(0, dtype=jnp.int32)
     row = jnp.where(source[rank] == EMPTY, EMPTY, row)
-    return FetchTables(slot, lanes, row, inverse_index(row, exchange.receive_rows)[:, None], fits)
+    return FetchTables(slot, runs, row, inverse_index(row, exchange.receive_rows)[:, None], fits)

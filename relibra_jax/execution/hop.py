@@ -6,6 +6,7 @@ a fixed order of sums.
 
 A hop builds no more than the rows that it sends and receives. Where buffers have lanes, rows that a rank keeps are read
 where they are, and a fitted exchange has a branch for each length of its lanes, in which all buffers have that length.
+A ragged exchange puts rows where they are needed, so that nothing gathers them after it.
 """
 
 import functools
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.exchange import Exchange, Lanes, send, send_back, swap_lanes
-from relibra_jax.execution.gather import sum_picked, take_rows
+from relibra_jax.execution.exchange import Exchange, Lanes, send, send_back, swap_lanes, updates
+from relibra_jax.execution.gather import inverse_index, sum_picked, take_rows
+from relibra_jax.routing.segments import segment_rows, starts
 
 
 class Route(NamedTuple):
@@ -39,10 +41,38 @@ class Hop(NamedTuple):
 
     lanes: Lanes
     """The rows for and from each rank."""
-    arrival: Int[jax.Array, "*stack rows"]
-    """The row of the receive buffer that each delivered row copies; EMPTY for none."""
-    delivered: Int[jax.Array, "*stack receive"]
+    arrival: Int[jax.Array, "*stack rows"] | None
+    """The row of the receive buffer that each delivered row copies; EMPTY for none. None if rows are delivered where
+    they are received, by ragged exchanges."""
+    delivered: Int[jax.Array, "*stack receive"] | None
     """The delivered row of each row of the receive buffer, the inverse of ``arrival``; EMPTY for none."""
+
+
+def make_hop(
+    counts: Int[jax.Array, "P P S"], exchange: Exchange, rows: int
+) -> tuple[Hop, Int[jax.Array, "P S"]]:
+    """Compute the tables of a hop that delivers rows in the order of slots, then of the ranks that sent them.
+
+    Args:
+        counts: the rows that each rank sends to each slot of each rank, equal on all ranks.
+        exchange: the exchange between the P ranks.
+        rows: the number of delivered rows, the same as received rows for a ragged exchange.
+
+    Returns:
+        The tables, and the first row for each slot of each rank in this rank's send buffer.
+    """
+    if not exchange.has_lanes:
+        runs = exchange.runs(counts)
+        return Hop(updates(runs), None, None), runs.send_start
+    rank = jax.lax.axis_index(exchange.axes)
+    lanes = exchange.lanes(counts.sum(-1, dtype=counts.dtype))
+    received = counts[:, rank]
+    first = lanes.receive_start[:, None] + starts(received)
+    # Received rows are ordered by rank, then slot; delivered rows by slot, then rank.
+    by_slot = received.T.ravel()
+    arrival = segment_rows(rows, starts(by_slot), by_slot, first.T.ravel())
+    hop = Hop(lanes, arrival, inverse_index(arrival, exchange.receive_rows))
+    return hop, lanes.send_start[:, None] + starts(counts[rank])
 
 
 def deliver(
@@ -62,7 +92,7 @@ def deliver(
         packed: what `pack` returned for the arrays; None to pack them here.
 
     Returns:
-        The delivered rows of each array, ``[rows, ...]``; zero for no row.
+        The delivered rows of each array, ``[rows, ...]``. After them are rows without meaning, which may be NaN.
     """
     return _run(exchange, _deliver, hop, elements, routes, packed or (None,) * len(elements))
 
@@ -119,8 +149,7 @@ def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, *arrays: tuple[A
 
 def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, packed):
     if not exchange.has_lanes:
-        sent = take_rows(elements, route.source)
-        return take_rows(send(sent, hop.lanes, exchange), hop.arrival)
+        return send(take_rows(elements, route.source), hop.lanes, exchange)
     if packed is None:
         packed = _pack(exchange, length, elements, route.source)
     received = swap_lanes(packed, exchange.axes, exchange.ranks, length)
@@ -129,7 +158,7 @@ def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, 
 
 def _collect(exchange: Exchange, length: int, hop: Hop, rows, route: Route):
     if not exchange.has_lanes:
-        returned = send_back(take_rows(rows, hop.delivered), hop.lanes, exchange)
+        returned = send_back(rows, hop.lanes, exchange)
         return sum_picked(functools.partial(take_rows, returned), route.places)
     packed = _pack(exchange, length, rows, hop.delivered)
     returned = swap_lanes(packed, exchange.axes, exchange.ranks, length)

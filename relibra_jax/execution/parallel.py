@@ -10,14 +10,15 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
-from relibra_jax.execution.exchange import KINDS, Exchange
-from relibra_jax.execution.fetch_tables import FETCHES, PULLED, travels_in_pieces
+from relibra_jax.execution.exchange import IN_LANES, KINDS, Exchange
+from relibra_jax.execution.exchange_verdicts import is_proven
+from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_fitted, why_not_remote
 from relibra_jax.routing.exchange_rules import (
     AUTO,
@@ -31,6 +32,13 @@ from relibra_jax.routing.exchange_rules import (
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
+
+BETWEEN_NODES: Final = "fitted"
+"""The exchange between nodes of layers whose exchange inside nodes is ragged."""
+_RAGGED_INSIDE: Final = (
+    "exchange='ragged' works only inside a node: use path='hierarchical' with capacities that count crossings, or"
+    " another exchange"
+)
 
 
 class Kinds(NamedTuple):
@@ -75,9 +83,10 @@ class ExpertParallel:
     """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
     hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
-    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is fitted on GPUs, unless a
-    `relibra_jax.nnx.Balancer` finds that its first batch would take longer so, and padded elsewhere. The layer prints
-    the choice once."""
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is padded on CPUs. On GPUs it is
+    ragged if `relibra_jax.execution.exchange_check` has measured that as right and faster on these GPUs, else fitted,
+    unless a `relibra_jax.nnx.Balancer` finds that its first batch would take longer so. The layer prints the choice
+    once."""
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
     if its kernel cannot run."""
@@ -129,10 +138,12 @@ class ExpertParallel:
             raise ValueError(
                 "path='hierarchical' needs capacities counted with visits: count_capacities(visits=node_visits(...))"
             )
-        if self.fetch in PULLED and self.across_nodes:
+        if self.fetch in INSIDE_NODES and self.across_nodes:
             raise ValueError(
                 f"fetch={self.fetch!r} works only inside a node: use another fetch or across_nodes=False"
             )
+        if self.exchange == "ragged" and self.path == "flat" and self.topology.num_nodes > 1:
+            raise ValueError(_RAGGED_INSIDE)
         if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
@@ -182,7 +193,7 @@ class ExpertParallel:
     def may_choose_across(self) -> bool:
         """Whether ``across_nodes`` leaves a choice: there are several nodes and replicas, whose fetch can cross."""
         several = self.topology.num_nodes > 1 and self.topology.replica_slots > 0
-        return self.across_nodes is None and several and self.fetch not in PULLED
+        return self.across_nodes is None and several and self.fetch not in INSIDE_NODES
 
     def is_hierarchical(self, top_k: int) -> bool:
         """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
@@ -219,8 +230,11 @@ class ExpertParallel:
     @property
     def exchanges(self) -> tuple[str, ...]:
         """The kinds of token exchange among which ``exchange`` leaves a choice; the first is that of layers."""
+        if self.exchange != AUTO:
+            return (self.exchange,)
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return exchange_choices(on_gpu=on_gpu) if self.exchange == AUTO else (self.exchange,)
+        inside = self.topology.ranks_per_node > 1 and (self.topology.num_nodes == 1 or self.path != "flat")
+        return exchange_choices(on_gpu=on_gpu, ragged=on_gpu and inside and is_proven(self.mesh))
 
     def ways(self, top_k: int) -> tuple[Way, ...]:
         """Return the ways of running layers among which ``exchange`` and ``striped`` leave a choice; the first by rule.
@@ -253,9 +267,11 @@ class ExpertParallel:
         kinds = self.kinds(top_k)
         path, kind = kinds.path, kinds.exchange
         if path == "flat":
+            if kind == "ragged" and self.topology.num_nodes > 1:
+                raise ValueError(_RAGGED_INSIDE)
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
-        between = self._exchange(kind, (NODE,), sizes.node)
+        between = self._exchange(kind if kind in IN_LANES else BETWEEN_NODES, (NODE,), sizes.node)
         return (between, self._exchange(kind, (LOCAL,), sizes.local)), sizes.rows
 
     def replica_exchange(self) -> tuple[Exchange, int]:
@@ -279,9 +295,11 @@ class ExpertParallel:
 
     def print_choices(self, top_k: int) -> None:
         """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
-        if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
+        if AUTO not in (self.path, self.exchange, self.fetch):
             return
-        kinds = self.kinds(top_k)
+        kinds = self.kinds(top_k)  # all processes together agree on it
+        if jax.process_index():
+            return
         replicas = f"; replicas {kinds.fetch}" if self.topology.replica_slots else ""
         striped = ", striped" if kinds.striped else ""
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform

@@ -114,12 +114,17 @@ def _with_lengths(
             _least_part(exchange, hop)
             for table in tables
             for exchange, hop in zip(exchanges, _hops(table), strict=True)
+            if exchange.kind == "fitted"
         ),
     )
-    ways = [
-        functools.partial(way, tuple(dataclasses.replace(each, sixteenths=part) for each in exchanges))
-        for part in LAYER_SIXTEENTHS
-    ]
+
+    def with_part(part: int) -> tuple[Exchange, ...]:
+        return tuple(
+            dataclasses.replace(each, sixteenths=part) if each.kind == "fitted" else each
+            for each in exchanges
+        )
+
+    ways = [functools.partial(way, with_part(part)) for part in LAYER_SIXTEENTHS]
     return functools.partial(jax.lax.switch, number, ways)
 
 

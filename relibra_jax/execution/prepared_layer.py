@@ -14,7 +14,7 @@ tables take gigabytes per rank (6.7 GB for 94 layers, 32 micro-batches and 131,0
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,10 @@ from relibra_jax.execution.token_pieces import split_tokens
 from relibra_jax.routing.slots import copy_slots
 from relibra_jax.routing.split import refit_quota, source_quota, split_quota
 from relibra_jax.support.argument_types import checks_arguments
+
+TOGETHER: Final = 4
+"""The most layers whose tables are prepared at once. Preparation is bound by launches of small kernels: 0.8 to 0.9 ms a
+layer on an H100, whatever the number of tokens."""
 
 
 class RowCheck(NamedTuple):
@@ -172,7 +176,9 @@ def prepare_micro_batch(
         ids, plan = inputs
         return prepare_layer(ids, plan, parallel)
 
-    return jax.lax.map(layer, (jnp.moveaxis(expert_ids, -2, 0), plans))
+    layers = expert_ids.shape[-2]
+    together = next(size for size in range(TOGETHER, 0, -1) if layers % size == 0)
+    return jax.lax.map(layer, (jnp.moveaxis(expert_ids, -2, 0), plans), batch_size=together)
 
 
 def _prepare_on_rank(

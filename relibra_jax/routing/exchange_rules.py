@@ -28,7 +28,7 @@ class Way(NamedTuple):
     """Whether replicas may be on other nodes than their experts."""
 
 
-def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
+def exchange_choices(*, on_gpu: bool, ragged: bool = False) -> tuple[str, ...]:
     """Return the exchanges of tokens among which ``auto`` chooses: a `relibra_jax.nnx.Balancer` takes the one under
     which its first batch is priced lowest, everything else the first.
 
@@ -38,11 +38,14 @@ def exchange_choices(*, on_gpu: bool) -> tuple[str, ...]:
 
     Args:
         on_gpu: whether the ranks are GPUs.
+        ragged: whether a ragged exchange has been measured as right and faster on these GPUs
+            (`relibra_jax.execution.exchange_check`).
 
     >>> exchange_choices(on_gpu=True), exchange_choices(on_gpu=False)
     (('fitted', 'padded'), ('padded',))
     """
-    return ("fitted", "padded") if on_gpu else ("padded",)
+    lanes = ("fitted", "padded") if on_gpu else ("padded",)
+    return ("ragged", *lanes) if ragged else lanes
 
 
 def choose_striping(ranks_per_node: int, top_k: int) -> bool:

@@ -1,0 +1,84 @@
+"""Verdicts of `relibra_jax.execution.exchange_check`: whether a ragged exchange is right and faster on this machine.
+
+They are kept in the user's cache folder until the GPUs, the driver, JAX or the code of exchanges change.
+"""
+
+import functools
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from jax.sharding import Mesh
+
+from pallas_kernels.user_cache import cache_folder, write_whole
+from pallas_kernels.verdicts import Verdict
+from relibra_jax.execution.mesh import LOCAL, NODE
+from relibra_jax.execution.plan_agreement import processes_where
+
+CODE: Final = ("exchange.py", "hop.py", "dispatch.py")
+"""The modules of this package whose change makes verdicts void."""
+BEGAN: Final = Verdict(False, "its check did not end")
+"""The verdict from the beginning of a check to its end, which stays if the check hangs or crashes."""
+
+
+@functools.cache
+def is_proven(mesh: Mesh) -> bool:
+    """Return whether a ragged exchange has been measured as right and faster on the devices of a mesh.
+
+    All processes have the same answer: True only if all have such a verdict. So every process must call this function.
+    If it is False, process 0 prints the reason once to standard error.
+
+    Args:
+        mesh: a mesh of GPUs with the axes node and local.
+    """
+    here = set(mesh.devices.flat) <= set(jax.devices())
+    if not here:  # the devices are descriptions, for which a program is compiled
+        return False
+    verdict = read_verdict(mesh) or Verdict(False, "it was never checked on this machine")
+    missing = processes_where(not verdict.passed)
+    if missing.size and not jax.process_index():
+        where = f" on processes {missing.tolist()}" if jax.process_count() > 1 else ""
+        print(
+            f"relibra_jax: exchange 'ragged' is not chosen{where}:"
+            f" {verdict.reason or 'it has not passed there'}; see python -m relibra_jax.execution.exchange_check",
+            file=sys.stderr,
+        )
+    return not missing.size
+
+
+def read_verdict(mesh: Mesh) -> Verdict | None:
+    """Return this process's verdict on the devices of a mesh; None if there is none."""
+    entry = _read_all().get(_key(mesh))
+    return Verdict(**entry) if entry else None
+
+
+def write_verdict(mesh: Mesh, verdict: Verdict) -> None:
+    """Keep a verdict. Every process writes the same one, because hosts may have folders of their own."""
+    write_whole(_path(), json.dumps({**_read_all(), _key(mesh): verdict._asdict()}, indent=1) + "\n")
+    is_proven.cache_clear()
+
+
+def _path() -> Path:
+    return cache_folder() / "exchange_check.json"
+
+
+def _read_all() -> dict[str, Any]:
+    try:
+        return json.loads(_path().read_text())
+    # There is no file, or another program wrote it.
+    except (OSError, ValueError):
+        return {}
+
+
+def _key(mesh: Mesh) -> str:
+    device, digest = mesh.devices.flat[0], hashlib.sha256()
+    for name in CODE:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    processes = len({each.process_index for each in mesh.devices.flat})
+    shape = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes"
+    platform = " ".join(device.client.platform_version.split())
+    parts = device.device_kind, shape, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]
+    return ", ".join(parts)
