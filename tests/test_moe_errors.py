@@ -83,7 +83,7 @@ def test_moe_layer_is_nan_with_too_small_buffers(path, buffer):
 @pytest.mark.slow
 @pytest.mark.parametrize("across_nodes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_node_visits_are_the_tokens_that_cross(across_nodes):
-    """Lanes for exactly the most tokens that a rank sends to a node, by `node_visits`, suffice; one row less does not."""
+    """Lanes for just the most tokens that a rank sends to a node, by `node_visits`, suffice; one row less does not."""
     options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}
     arguments, parallel = single("hierarchical", **options)
     rng, topology, top_k = np.random.default_rng(6), parallel.topology, 4
