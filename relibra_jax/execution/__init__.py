@@ -38,6 +38,7 @@ from relibra_jax.execution.gating import balance_loss, gates_at, select_experts
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import MoveError, migrate_experts
 from relibra_jax.execution.moe import moe_layer
+from relibra_jax.execution.nccl_ep import start_nccl_ep
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layer, prepare_layers
@@ -79,5 +80,6 @@ __all__ = [
     "return_gradients",
     "save_checkpoint",
     "select_experts",
+    "start_nccl_ep",
     "worst_case_capacities",
 ]

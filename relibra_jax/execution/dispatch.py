@@ -26,6 +26,7 @@ from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.hop import Hop, Route, collect, deliver, make_hop, pack
+from relibra_jax.execution.nccl_ep import SlotDispatch, return_from_slots, send_to_slots, with_routing
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
 
@@ -57,6 +58,10 @@ class NodeDispatch(NamedTuple):
     """The tables for the copies of arrived tokens inside the node."""
 
 
+type Tables = Dispatch | NodeDispatch | SlotDispatch
+"""The tables of one piece of a rank's tokens, flat, hierarchical or for NCCL EP."""
+
+
 class Travelling(NamedTuple):
     """The values that travel through a layer: of the tokens of a rank, or of the rows that it computes.
 
@@ -70,9 +75,11 @@ class Travelling(NamedTuple):
 
 
 def pack_tokens(
-    values: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
+    values: Travelling, dispatch: Tables, exchanges: tuple[Exchange, ...]
 ) -> tuple[jax.Array, ...] | None:
     """Gather what the first hop of `send_tokens` will send, as `relibra_jax.execution.hop.pack` does."""
+    if isinstance(dispatch, SlotDispatch):
+        return None
     if isinstance(dispatch, Dispatch):
         values = _flat(values)
     return pack(exchanges[0], *_given(values, _routes(dispatch)))
@@ -80,7 +87,7 @@ def pack_tokens(
 
 def send_tokens(
     values: Travelling,
-    dispatch: Dispatch | NodeDispatch,
+    dispatch: Tables,
     exchanges: tuple[Exchange, ...],
     packed: tuple[jax.Array, ...] | None = None,
 ) -> Travelling:
@@ -92,6 +99,9 @@ def send_tokens(
         exchanges: the exchange of each hop.
         packed: what `pack_tokens` returned; None to pack them here.
     """
+    if isinstance(dispatch, SlotDispatch):
+        assert values.token is not None, "NCCL EP sends tokens"
+        return Travelling(*send_to_slots(values.token, values.copy, dispatch, exchanges[0].sizes.receive))
     if isinstance(dispatch, NodeDispatch):
         first = functools.partial(deliver, packed=packed)
         values = _hop(first, exchanges[0], values, _routes(dispatch), dispatch.hop)
@@ -100,9 +110,7 @@ def send_tokens(
     return _hop(last, exchanges[-1], _flat(values), _routes(dispatch), dispatch.hop)
 
 
-def return_tokens(
-    rows: Travelling, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]
-) -> Travelling:
+def return_tokens(rows: Travelling, dispatch: Tables, exchanges: tuple[Exchange, ...]) -> Travelling:
     """Send rows back to the ranks of their tokens, and sum those of each token: the reverse of `send_tokens`.
 
     It is the transpose of `send_tokens` too.
@@ -112,7 +120,10 @@ def return_tokens(
         dispatch: the tables.
         exchanges: the exchange of each hop.
     """
-    last = inside_tables(dispatch)
+    if isinstance(dispatch, SlotDispatch):
+        assert rows.token is not None, "NCCL EP sends tokens"
+        return Travelling(*return_from_slots(rows.token, rows.copy, dispatch))
+    last = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
     values = _hop(collect, exchanges[-1], rows, _routes(last), last.hop)
     if values.copy is not None:
         values = values._replace(copy=values.copy.reshape(last.place.shape))
@@ -121,9 +132,23 @@ def return_tokens(
     return values
 
 
-def inside_tables(dispatch: Dispatch | NodeDispatch) -> Dispatch:
-    """Return the tables of the last hop, which ends in the slots."""
-    return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+def group_sizes(dispatch: Tables) -> Int[jax.Array, " S"]:
+    """Return the number of rows of each slot."""
+    return dispatch.inside.group_sizes if isinstance(dispatch, NodeDispatch) else dispatch.group_sizes
+
+
+def open_tables(values: Travelling, dispatch: Tables, exchanges: tuple[Exchange, ...]) -> Tables:
+    """Return the tables with which the values travel to experts and their results back.
+
+    Args:
+        values: the values of this rank's tokens.
+        dispatch: the tables of their piece.
+        exchanges: the exchange of each hop.
+    """
+    if isinstance(dispatch, SlotDispatch):
+        assert values.token is not None, "NCCL EP sends tokens"
+        return with_routing(dispatch, values.token, exchanges[0].sizes.receive)
+    return dispatch
 
 
 def _hop(

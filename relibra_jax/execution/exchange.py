@@ -15,6 +15,8 @@ sends no sizes. There are four kinds:
   cover its index logic through ``emulated``.
 - ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.
 
+``nccl_ep`` is not such a collective, but another way of dispatch and combine: `relibra_jax.execution.nccl_ep`.
+
 The transpose of sending rows is defined as sending cotangents back, so gradients do not depend on JAX's transpose of a
 collective.
 """
@@ -34,7 +36,8 @@ from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
 
 IN_LANES: Final = ("padded", "fitted")
 """The kinds whose buffers have a lane of equal length for every rank."""
-KINDS: Final = (*IN_LANES, "ragged", "emulated")
+NCCL_EP: Final = "nccl_ep"
+KINDS: Final = (*IN_LANES, "ragged", "emulated", NCCL_EP)
 UPDATES: Final = 64
 """The least number of updates of a ragged exchange for each pair of ranks. XLA's kernel needs about 256 blocks for the
 rate of NVLink, which four ranks with fewer updates do not have (docs/guides/layer-price.md)."""

@@ -4,6 +4,7 @@ A mesh for expert parallelism ends with the axes ``node`` and ``local``; the cal
 first. Device ``(..., n, g)`` owns entry ``[..., n, g, ...]`` of every array over ranks.
 """
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any, Final
@@ -103,6 +104,24 @@ def why_not_remote(devices: Sequence[Any]) -> str | None:
         return (
             f"the devices of the mesh have the ids {ids}, but the kernel needs 0 to {len(ids) - 1} in order"
         )
+    return None
+
+
+def why_not_nccl_ep(devices: Sequence[Any]) -> str | None:
+    """Return the reason why NCCL EP cannot run on the devices of a mesh, or None if there is none.
+
+    Args:
+        devices: all devices of the mesh.
+    """
+    if devices[0].platform not in ("gpu", "cuda"):
+        return f"the devices of the mesh are of platform {devices[0].platform!r}, but NCCL EP is for GPUs"
+    if reason := why_not_hopper(devices[0].device_kind):
+        return reason
+    processes = len({device.process_index for device in devices})
+    if processes < len(devices):
+        return f"{processes} processes have {len(devices)} GPUs, but NCCL EP needs a process for each GPU"
+    if importlib.util.find_spec("transformer_engine_jax") is None:
+        return "TransformerEngine is not installed: see the extra nccl-ep, which is built against CUDA"
     return None
 
 

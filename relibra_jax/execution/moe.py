@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Integer
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
-from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, Travelling, inside_tables, send_tokens
+from relibra_jax.execution.dispatch import Tables, Travelling, group_sizes, send_tokens
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
@@ -159,7 +159,7 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
     with jax.named_scope("combine"):
         out = join_tokens(results, parallel, sequences, positions)
     out = out * one_or_nan(valid, out)
-    slot_rows = sum(inside_tables(dispatch).group_sizes for dispatch in tables.dispatch)
+    slot_rows = sum(map(group_sizes, tables.dispatch))
     if tables.check is not None:
         own_ids = tables.expert_ids.astype(jnp.int32).reshape(gates.shape)
         pieces = zip(split_tokens(own_ids, parallel, padding=EMPTY), tables.dispatch, strict=True)
@@ -173,11 +173,11 @@ def _compute(expert_mlp: ExpertMlp, implementation: str | None, rows, weights, g
     return expert_mlp(rows, weights, group_sizes, row_scale, implementation=implementation)
 
 
-def _count_rows(ids, dispatch: Dispatch | NodeDispatch, slot_expert, exchanges: tuple[Exchange, ...]):
+def _count_rows(ids, dispatch: Tables, slot_expert, exchanges: tuple[Exchange, ...]):
     """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
     number = send_tokens(Travelling(None, ids + 1), dispatch, exchanges).copy
     assert number is not None, "values of copies travel"
-    sizes = inside_tables(dispatch).group_sizes
+    sizes = group_sizes(dispatch)
     slot, _ = segment_of_row(len(number), starts(sizes), sizes)
     arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)
     return jnp.zeros_like(sizes).at[slot].add(arrived.astype(jnp.int32))

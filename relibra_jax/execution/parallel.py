@@ -16,10 +16,18 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
-from relibra_jax.execution.exchange import IN_LANES, KINDS, Exchange
+from relibra_jax.execution.exchange import IN_LANES, KINDS, NCCL_EP, Exchange
 from relibra_jax.execution.exchange_verdicts import is_proven
 from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, travels_in_pieces
-from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_fitted, why_not_remote
+from relibra_jax.execution.mesh import (
+    LOCAL,
+    NODE,
+    RANKS,
+    check_mesh,
+    why_not_fitted,
+    why_not_nccl_ep,
+    why_not_remote,
+)
 from relibra_jax.routing.exchange_rules import (
     AUTO,
     PATHS,
@@ -86,7 +94,7 @@ class ExpertParallel:
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is padded on CPUs. On GPUs it is
     ragged if `relibra_jax.execution.exchange_check` has measured that as right and faster on these GPUs, else fitted,
     unless a `relibra_jax.nnx.Balancer` finds that its first batch would take longer so. The layer prints the choice
-    once."""
+    once. ``nccl_ep`` (`relibra_jax.execution.start_nccl_ep`) raises an error if it cannot run."""
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
     if its kernel cannot run."""
@@ -146,8 +154,17 @@ class ExpertParallel:
             raise ValueError(_RAGGED_INSIDE)
         if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
+        if self.exchange == NCCL_EP:
+            self._check_nccl_ep()
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
+
+    def _check_nccl_ep(self) -> None:
+        for name, only in (("path", AUTO), ("pieces", 1), ("check_rows", False)):
+            if getattr(self, name) != only:
+                raise ValueError(f"exchange='nccl_ep' needs {name}={only!r}, found {getattr(self, name)!r}")
+        if reason := why_not_nccl_ep(self.mesh.devices.ravel().tolist()):
+            raise ValueError(f"exchange='nccl_ep' cannot run: {reason}")
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -266,7 +283,7 @@ class ExpertParallel:
         sizes = self.capacities or worst_case_capacities(num_tokens, top_k, self.topology)
         kinds = self.kinds(top_k)
         path, kind = kinds.path, kinds.exchange
-        if path == "flat":
+        if path == "flat" or kind == NCCL_EP:
             if kind == "ragged" and self.topology.num_nodes > 1:
                 raise ValueError(_RAGGED_INSIDE)
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows

@@ -17,21 +17,21 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from relibra_jax.execution.dispatch import (
-    Dispatch,
     NodeDispatch,
+    Tables,
     Travelling,
-    inside_tables,
+    group_sizes,
+    open_tables,
     pack_tokens,
     return_tokens,
     send_tokens,
 )
 from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.hop import Hop
+from relibra_jax.execution.nccl_ep import SlotDispatch
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.routing.sizes import LAYER_SIXTEENTHS
 
-type Tables = Dispatch | NodeDispatch
-"""The tables of one piece."""
 type Compute = Callable[[jax.Array, Sequence[jax.Array], jax.Array, jax.Array], jax.Array]
 """A function of rows, weights, group sizes and row scales, as `relibra_jax.execution.moe.ExpertMlp`."""
 
@@ -136,13 +136,14 @@ def _least_part(exchange: Exchange, hop: Hop) -> jax.Array:
 
 
 def _hops(tables: Tables) -> tuple[Hop, ...]:
+    assert not isinstance(tables, SlotDispatch), "NCCL EP has no lanes"
     return (tables.hop, tables.inside.hop) if isinstance(tables, NodeDispatch) else (tables.hop,)
 
 
 def _experts(compute: Compute, tables: Tables, valid: jax.Array) -> Callable[..., jax.Array]:
     """Return the function of rows, their gates, and weights."""
-    group_sizes = jnp.where(valid, inside_tables(tables).group_sizes, 1)
-    return lambda rows, scale, weights: compute(rows, weights, group_sizes, scale * one_or_nan(valid, scale))
+    sizes = jnp.where(valid, group_sizes(tables), 1)
+    return lambda rows, scale, weights: compute(rows, weights, sizes, scale * one_or_nan(valid, scale))
 
 
 def _through(
@@ -157,9 +158,12 @@ def _through(
     out, inside, back = scopes
     computed: list[Travelling] = []
     packed: tuple[jax.Array, ...] | None = None
+    with jax.named_scope(out):
+        tables = [open_tables(*each, exchanges) for each in zip(values, tables, strict=True)]
     for piece, (value, table) in enumerate(zip(values, tables, strict=True)):
         with jax.named_scope(out):
             if computed:
+                assert not isinstance(table, SlotDispatch), "NCCL EP runs a layer in one piece"
                 arrival, computed[-1] = jax.lax.optimization_barrier((table.hop.arrival, computed[-1]))
                 table = table._replace(hop=table.hop._replace(arrival=arrival))
             rows = send_tokens(value, table, exchanges, packed)

@@ -22,9 +22,11 @@ import numpy as np
 from jaxtyping import Bool, Int, Integer
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan
-from relibra_jax.execution.dispatch import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
+from relibra_jax.execution.dispatch import Tables, make_dispatch, make_node_dispatch
+from relibra_jax.execution.exchange import NCCL_EP
 from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
+from relibra_jax.execution.nccl_ep import make_slot_dispatch
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
 from relibra_jax.execution.residents import Residents
@@ -53,8 +55,8 @@ class TokenTables(NamedTuple):
     expert_ids: Int[jax.Array, "*stack t K"]
     """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY. A layer that gets different
     ids returns NaN."""
-    dispatch: tuple[Dispatch | NodeDispatch, ...]
-    """The dispatch tables of each piece, flat or hierarchical."""
+    dispatch: tuple[Tables, ...]
+    """The dispatch tables of each piece."""
     valid: Bool[jax.Array, "*stack"]
     """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a
     group."""
@@ -214,20 +216,24 @@ def _prepare_on_rank(
 
 def _dispatch_on_rank(
     ids: Int[jax.Array, "t K"], plan: LayerPlan, valid: Bool[jax.Array, ""], parallel: ExpertParallel
-) -> tuple[Dispatch | NodeDispatch, Bool[jax.Array, ""]]:
+) -> tuple[Tables, Bool[jax.Array, ""]]:
     """Return the tables of one piece of a rank's tokens, and whether the buffers are large enough."""
     topology, node = parallel.topology, jax.lax.axis_index(NODE)
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
     # With an invalid plan no row moves.
     sent = jnp.where(valid, source_quota(plan, topology), 0)
     hops, rows = parallel.token_exchanges(*ids.shape)
-    if len(hops) == 1:
+    if len(hops) == 1 and hops[0].kind != NCCL_EP:
         slots = slot_expert.reshape(topology.num_ranks, -1)
         return make_dispatch(ids, slots, sent.reshape(topology.num_ranks, *slots.shape), *hops, rows=rows)
     sent = sent.reshape(*parallel.ranks, *sent.shape[1:])
     across_nodes = bool(parallel.across_nodes) or topology.resident_slots > 0
     own = sent[node, jax.lax.axis_index(LOCAL)]
     slot = copy_slots(ids, slot_expert, own, topology, node, across_nodes=across_nodes)
+    if hops[0].kind == NCCL_EP:
+        return make_slot_dispatch(
+            slot, sent.sum((0, 1), dtype=sent.dtype).reshape(topology.num_ranks, -1), rows=rows
+        )
     return make_node_dispatch(slot, sent, *hops, rows=rows)
 
 
