@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.support.argument_types import checks_arguments
 
 COMMIT: Final = "d0067d0da6cb01811b8072a7d304f0e00344ce2b"
 """The commit of https://github.com/NVIDIA/TransformerEngine from which the signatures are recorded."""
@@ -186,6 +187,7 @@ class Sizes(NamedTuple):
         return f"{self.slots} slots, {self.tokens} tokens and {self.rows} rows a rank, and width {self.width}"
 
 
+@checks_arguments
 def start_nccl_ep(parallel: ExpertParallel, *, tokens: int, top_k: int, width: int) -> None:
     """Start NCCL EP for layers with ``exchange="nccl_ep"``, in every process and before the first step is traced.
 
