@@ -8,8 +8,8 @@ gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and
 attention have a check of their own. Both check that repeated runs give the same bits, and take seconds.
 `pallas_kernels.verdicts` runs them and keeps their results.
 
-On several hosts, run the command on each of them before the first launch, because all processes of a program must
-choose the same implementation.
+On several hosts, run the command on each of them before the first launch: it saves the first start minutes. All
+processes of a program choose the same kernels, those that have passed in each of them (`pallas_kernels.agreement`).
 """
 
 import argparse
@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.agreement import reasons_not_to_check
 from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.flash_attention.api import CHECK, flash_attention
 from pallas_kernels.grouped_mlp.api import grouped_mlp
-from pallas_kernels.implementation import why_not_ampere, why_not_hopper
 from pallas_kernels.verdicts import run_check
 
 SIZES: Final = ((640, 256), (4096, 1024))
@@ -137,13 +137,6 @@ def attention_with_gradients(
     out, pull = jax.vjp(call, query, key, value)
     d_query, d_key, d_value = pull(d_out)
     return {"out": out, "d_query": d_query, "d_key": d_key, "d_value": d_value}
-
-
-def reasons_not_to_check() -> dict[str, str | None]:
-    """Return the implementations to check, each with the reason why it cannot run on this machine, or None."""
-    device = jax.local_devices()[0]
-    ampere = why_not_ampere(device)
-    return {"mosaic": why_not_hopper(device.device_kind), "triton": ampere, CHECK: ampere}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,15 +1,21 @@
 """Verdicts on implementations: whether one has passed its check on this machine (`pallas_kernels.self_check`).
 
 A check runs in its own process, so a kernel that hangs or crashes ends only the check. The verdict is kept in the
-user's cache folder until the device, the driver, JAX or the kernels change.
+user's cache folder until the device, the driver, JAX or the kernels change. Several processes trust what all of them
+trust: `pallas_kernels.agreement`.
 """
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +25,10 @@ from pallas_kernels.user_cache import cache_folder, write_whole
 
 SECONDS: Final = 180
 """The time in seconds after which a check counts as hung."""
+END_SECONDS: Final = 10
+"""The time in seconds for which a killed check is waited for. A process that waits for a driver may outlive SIGKILL."""
+_AGREED: Final = dict[str, "Verdict"]()
+"""The verdicts on which all processes of this program have agreed; none before they have."""
 
 
 class Verdict(NamedTuple):
@@ -33,22 +43,71 @@ class Verdict(NamedTuple):
 def is_trusted(implementation: str, device_kind: str) -> bool:
     """Return whether an implementation passes its check on this machine; run the check if no verdict is cached.
 
-    The kernels of attention have a check of their own, with the name "attention".
+    The kernels of attention have a check of their own, with the name "attention". In a program of several processes,
+    the answer is what they have agreed on, and False before they have.
 
-    If it does not pass, or if this machine has no such device, this prints the reason once to standard error. A program
-    that is compiled for devices of another machine must name its implementation.
+    If it is False, or if this machine has no such device, this prints the reason once to standard error. A program that
+    is compiled for devices of another machine must name its implementation.
     """
-    if device_kind in {device.device_kind for device in jax.local_devices()}:
-        verdict = read_verdict(implementation) or run_check(implementation)
+    if device_kind not in {device.device_kind for device in jax.local_devices()}:
+        verdict = Verdict(False, f"this machine has no {device_kind}")
+    elif jax.process_count() == 1:
+        verdict = find_verdict(implementation)
     else:
-        verdict = Verdict(False, f"it has no {device_kind}")
+        reason = "the processes have not agreed: all must call pallas_kernels.agree_on_kernels"
+        verdict = _AGREED.get(implementation, Verdict(False, reason))
     if not verdict.passed:
         print(
-            f"pallas_kernels: implementation {implementation!r} is not chosen because it has not passed its check on"
-            f" this machine ({verdict.reason}); run python -m pallas_kernels.self_check to check it again",
+            f"pallas_kernels: implementation {implementation!r} is not chosen because it has not passed its check"
+            f" ({verdict.reason}); run python -m pallas_kernels.self_check to check it again",
             file=sys.stderr,
         )
     return verdict.passed
+
+
+def trust_together(verdicts: Mapping[str, Verdict]) -> None:
+    """From now on, trust what all processes of this program trust.
+
+    Args:
+        verdicts: the verdict of all processes on each implementation, equal in all of them except for the reasons.
+    """
+    _AGREED.update(verdicts)
+    is_trusted.cache_clear()
+
+
+def has_agreed() -> bool:
+    """Return whether the processes of this program have agreed."""
+    return bool(_AGREED)
+
+
+def find_verdict(implementation: str) -> Verdict:
+    """Return the cached verdict on an implementation, or check it. Of the processes of a user, one checks at a time.
+
+    Without a cache folder that can be written, the implementation has not passed.
+    """
+    try:
+        with _one_at_a_time():
+            return read_verdict(implementation) or run_check(implementation)
+    except OSError as error:
+        return Verdict(False, f"it could not be checked: {error}")
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Hold a lock in the cache folder, or wait for the process that has it as long as its check may take."""
+    path, deadline = verdicts_path().with_suffix(".lock"), time.monotonic() + SECONDS + END_SECONDS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.2)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            break
+        yield
 
 
 def run_check(implementation: str) -> Verdict:
@@ -56,14 +115,19 @@ def run_check(implementation: str) -> Verdict:
     command = [sys.executable, "-m", "pallas_kernels.self_check", "--here", implementation]
     # The calling process may hold most of the device's memory, so the check must not preallocate.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **_same_device()}
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=environment
-        )
-        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
-        verdict = Verdict(process.returncode == 0, "" if process.returncode == 0 else lines[-1][:300])
-    except subprocess.TimeoutExpired:
-        verdict = Verdict(False, f"it hung for {SECONDS} s")
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            verdict = Verdict(False, f"it hung for {SECONDS} s")
+        else:
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or [f"exit status {status}"]
+            verdict = Verdict(status == 0, "" if status == 0 else lines[-1][:300])
     verdicts = {**_read_all(), _key(implementation): verdict._asdict()}
     write_whole(verdicts_path(), json.dumps(verdicts, indent=1) + "\n")
     return verdict

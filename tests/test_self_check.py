@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -12,11 +13,19 @@ import numpy as np
 import pytest
 from gpu_interpreter import gpu_interpreter
 
-from pallas_kernels import flash_attention, grouped_mlp, implementation, self_check, verdicts
+from pallas_kernels import (
+    agree_on_kernels,
+    agreement,
+    flash_attention,
+    grouped_mlp,
+    implementation,
+    self_check,
+    verdicts,
+)
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.implementation import choose_implementation
 from pallas_kernels.self_check import check_here, main
-from pallas_kernels.verdicts import Verdict, is_trusted, read_verdict, run_check, verdicts_path
+from pallas_kernels.verdicts import Verdict, find_verdict, is_trusted, read_verdict, run_check, verdicts_path
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +41,22 @@ def processes(monkeypatch):
     """Replace the processes that a check starts; a test sets how they end: exit status and stderr, or a hang."""
     started, ends = [], []
 
-    def run(command, *, timeout, **_):
-        started.append(command)
-        end = ends.pop(0)
-        if end is None:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return SimpleNamespace(returncode=end[0], stderr=end[1])
+    class Process:
+        def __init__(self, command, *, stderr, **_):
+            started.append(command)
+            self.end = ends.pop(0)
+            if self.end:
+                stderr.write(self.end[1])
 
-    monkeypatch.setattr(verdicts.subprocess, "run", run)
+        def wait(self, seconds):
+            if self.end is None:
+                raise subprocess.TimeoutExpired("a check", seconds)
+            return self.end[0]
+
+        def kill(self):
+            """Do nothing, like SIGKILL to a process that waits for a driver."""
+
+    monkeypatch.setattr(verdicts.subprocess, "Popen", Process)
     return SimpleNamespace(started=started, ends=ends)
 
 
@@ -69,9 +86,7 @@ def test_is_trusted_reports_a_failed_check_once(processes, capsys, end, reason):
     assert len(processes.started) == 1
     output = capsys.readouterr().err
     assert output.count("\n") == 1
-    assert (
-        "implementation 'mosaic' is not chosen because it has not passed its check on this machine" in output
-    )
+    assert "implementation 'mosaic' is not chosen because it has not passed its check (" in output
     assert reason in output
 
 
@@ -91,6 +106,13 @@ def test_read_verdict_ignores_a_damaged_file(processes):
     processes.ends += [(0, "")]
     assert is_trusted("mosaic", "cpu")
     assert read_verdict("mosaic") == Verdict(True, "")
+
+
+def test_is_trusted_needs_a_cache_folder_that_can_be_written(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not is_trusted("mosaic", "cpu")
+    assert "(it could not be checked: " in capsys.readouterr().err
 
 
 def test_check_here_rejects_wrong_and_nondeterministic_results(monkeypatch):
@@ -155,9 +177,59 @@ def test_choose_implementation_needs_a_passed_check(monkeypatch, capsys):
 
     assert chosen() == "xla"
     output = capsys.readouterr().err
-    assert output.count("(it has no NVIDIA H100 80GB HBM3)") == 2
+    assert output.count("(this machine has no NVIDIA H100 80GB HBM3)") == 2
     assert chosen("mosaic") == "mosaic"
     assert chosen("triton") == "triton"
     for trusted, expected in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
         monkeypatch.setattr(implementation, "is_trusted", lambda name, _, trusted=trusted: name in trusted)
         assert chosen() == expected
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Pretend that this is process 0 of 2, and that the kernels can run on CPUs; returns what process 1 trusts."""
+    other = {"mosaic": True, "triton": True, "attention": True}
+
+    def gather(own):
+        return np.stack([own, [other[name] for name in agreement.reasons_not_to_check()]])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement.multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(agreement, "PLATFORM", "cpu")
+    monkeypatch.setattr(agreement, "reasons_not_to_check", lambda: dict.fromkeys(other))
+    monkeypatch.setattr(verdicts, "_AGREED", {})
+    devices = [SimpleNamespace(process_index=index, platform="cpu") for index in range(2)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    return other
+
+
+def test_several_processes_trust_what_all_of_them_trust(two_processes, processes, capsys):
+    assert not is_trusted("mosaic", "cpu")
+    assert (
+        "the processes have not agreed: all must call pallas_kernels.agree_on_kernels"
+        in capsys.readouterr().err
+    )
+    two_processes["mosaic"] = False
+    processes.ends += [(0, ""), (0, ""), (1, "ValueError: wrong")]
+    agree_on_kernels(jax.devices()[:1])  # a program of one process
+    assert not processes.started
+    agree_on_kernels()
+    trusted = {name: is_trusted(name, "cpu") for name in two_processes}
+    assert trusted == {"mosaic": False, "triton": True, "attention": False}
+    mosaic, attention = capsys.readouterr().err.splitlines()
+    assert "'mosaic' is not chosen because it has not passed its check (processes [1] of 2); run" in mosaic
+    assert (
+        "'attention' is not chosen because it has not passed its check (processes [0] of 2: ValueError: wrong)"
+        in (attention)
+    )
+    agree_on_kernels()
+    assert len(processes.started) == 3
+
+
+def test_one_process_checks_while_others_wait_for_its_verdict(processes):
+    """The others read the verdict. Threads stand for processes, since each opens the file of the lock anew."""
+    processes.ends += [(0, "")]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(find_verdict, ["mosaic"] * 3))
+    assert found == [Verdict(True, "")] * 3
+    assert len(processes.started) == 1

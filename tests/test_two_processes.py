@@ -10,6 +10,7 @@ import pytest
 
 CHECKS = [
     "node_axis_is_the_process",
+    "all_trust_a_kernel_or_none",
     "both_hold_the_same_plan_or_stop",
     "plans_do_not_change_the_mathematics",
     "training_goes_on_where_it_stopped",

@@ -3,7 +3,9 @@
 The checks are those of test_moe.py, test_training.py and test_balancer.py, on a mesh whose node axis is the process.
 """
 
+import contextlib
 import dataclasses
+import io
 import re
 import sys
 from pathlib import Path
@@ -19,9 +21,12 @@ import test_training
 from jax.experimental import multihost_utils
 from support.damage import cut_in_half, flip_bit_of
 
+from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
+from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.verdicts import Verdict
 from relibra_jax import RoutingReplay, static
 from relibra_jax.contract.types import Topology
-from relibra_jax.execution import check_same_plan, expert_mesh, rank_sharding
+from relibra_jax.execution import ExpertParallel, check_same_plan, expert_mesh, rank_sharding
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.models import load_pretrained, save_pretrained
 from relibra_jax.models.tensor_files import TensorFiles
@@ -35,6 +40,43 @@ def node_axis_is_the_process():
     mesh = expert_mesh(test_moe.topology_of("2x4", 2))
     owner = [[device.process_index for device in row] for row in mesh.devices]
     assert owner == [[0] * 4, [1] * 4], owner
+
+
+def all_trust_a_kernel_or_none():
+    """The settings of a layer agree, here as if CPUs ran the kernels. What one process trusts alone, both leave out."""
+    mesh, topology = expert_mesh(test_moe.topology_of("2x4", 2)), test_moe.topology_of("2x4", 2)
+    rows = np.zeros((8, 64), jax.numpy.bfloat16)
+
+    def choose(trusted):
+        """Return what this process chooses, and what it prints, if ``trusted`` are the kernels that pass here."""
+
+        def verdict(name):
+            return Verdict(name in trusted, "" if name in trusted else "it hung for 180 s")
+
+        output = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
+            patch.setattr("pallas_kernels.agreement.find_verdict", verdict)
+            patch.setattr(
+                "pallas_kernels.agreement.reasons_not_to_check", lambda: {"mosaic": None, "triton": None}
+            )
+            patch.setattr("pallas_kernels.agreement.PLATFORM", "cpu")
+            patch.setattr("pallas_kernels.verdicts._AGREED", {})
+            for name in ("_why_not_mosaic", "_why_not_triton"):
+                patch.setattr(f"pallas_kernels.implementation.{name}", lambda *_: None)
+            ExpertParallel(mesh=mesh, topology=topology)
+            chosen = choose_implementation(
+                None, IMPLEMENTATIONS, jax.numpy.asarray(rows), rows.dtype, k=64, n=64
+            )
+        return chosen, output.getvalue()
+
+    reason = "processes [1] of 2" + NUMBER * ": it hung for 180 s"
+    line = "pallas_kernels: implementation {!r} is not chosen because it has not passed its check ({}); run "
+    chosen, output = choose({"mosaic", "triton"} if NUMBER == 0 else {"triton"})
+    assert (chosen, output.count("\n")) == ("triton", 1)
+    assert output.startswith(line.format("mosaic", reason)), output
+    chosen, output = choose({"mosaic", "triton"} if NUMBER == 0 else set())
+    assert (chosen, output.count("\n")) == ("xla", 2)
+    assert line.format("triton", reason) in output, output
 
 
 def plans_do_not_change_the_mathematics():
@@ -188,6 +230,7 @@ def a_checkpoint_that_one_cannot_write_or_read_stops_both():
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
 for check in (
     node_axis_is_the_process,
+    all_trust_a_kernel_or_none,
     both_hold_the_same_plan_or_stop,
     plans_do_not_change_the_mathematics,
     training_goes_on_where_it_stopped,

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import agree_on_kernels
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import IN_LANES, KINDS, NCCL_EP, Exchange
 from relibra_jax.execution.exchange_verdicts import is_proven
@@ -112,7 +113,8 @@ class ExpertParallel:
     Planners that ignore nodes need True. A `relibra_jax.nnx.Balancer` replaces None: for `relibra_jax.relibra` by True
     if its first batch takes less time so. Layers themselves take None for False."""
     implementation: str | None = None
-    """The implementation of `pallas_kernels.grouped_mlp`."""
+    """The implementation of `pallas_kernels.grouped_mlp`. None chooses by the device. With several processes, all of
+    them make their settings at the same time, since they agree on what to choose: `pallas_kernels.agree_on_kernels`."""
     attention_implementation: str | None = None
     """The implementation of `pallas_kernels.flash_attention`, which the models of `relibra_jax.models` use for packed
     and for long samples."""
@@ -158,6 +160,8 @@ class ExpertParallel:
             self._check_nccl_ep()
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
+        if None in (self.implementation, self.attention_implementation):
+            agree_on_kernels(self.mesh.devices.ravel().tolist())
 
     def _check_nccl_ep(self) -> None:
         for name, only in (("path", AUTO), ("pieces", 1), ("check_rows", False)):
