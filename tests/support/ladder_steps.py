@@ -1,8 +1,11 @@
-"""Steps for tests of the ladder, without JAX: they print results, fail, hang, or leave a process behind."""
+"""Steps for tests of the ladder, without JAX: they print results, fail, hang, are killed, or leave a process behind."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from experiments.ladder.facts import print_facts
 
@@ -19,10 +22,24 @@ def fail(*, rehearsal=False):
 
 
 def hang(*, rehearsal=False):
-    print_facts(before="the hang")
+    print_facts(before="the hang", process=os.getpid())
     time.sleep(600)
 
 
-def leave_a_process(*, rehearsal=False):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def kill_itself(*, rehearsal=False):
+    print_facts(before="the kill")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write(path, *, rehearsal=False):
+    Path(path).write_text("a table")
+
+
+def leave_a_process(*, own_session=False, rehearsal=False):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(command, start_new_session=own_session)
     print_facts(child=child.pid)
+
+
+def leave_a_daemon(*, rehearsal=False):
+    leave_a_process(own_session=True)
