@@ -61,15 +61,17 @@ def test_right_rehearses_every_check(steps, name, capsys):
 
 @pytest.mark.long
 def test_speed_is_rehearsed(steps, capsys):
-    lines = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
+    name = "speed of Qwen3-30B-A3B, 1024 rows"
+    lines = [facts for what in ("products", "MLPs") for facts in rehearse(steps[f"{name}: {what}"], capsys)]
     timed = [facts for facts in lines if "milliseconds" in facts]
     product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
     mlp = ["ours", "products one at a time", "dense matmul"]
+    names = (product, product, product, ["dense matmul"], mlp, mlp)
     assert [(facts["operation"], facts["plan"], facts["by"]) for facts in timed] == [
-        (operation, plan, name)
-        for operation, names in zip(OPERATIONS, (product, product, product, mlp, mlp), strict=True)
+        (operation, plan, by)
+        for operation, of_operation in zip((*OPERATIONS[:3], "forward", *OPERATIONS[3:]), names, strict=True)
         for plan in ("static", "relibra")
-        for name in names
+        for by in of_operation
     ]
     assert all(facts["of_roofline"] > 0 for facts in timed)
     # JAX's example kernels are for GPUs.
@@ -77,6 +79,17 @@ def test_speed_is_rehearsed(steps, capsys):
     assert {name for name in refused if name.startswith("JAX's example")} == {
         f"JAX's example, {tiles}" for tiles in ("128x128", "64x128", "64x64")
     }
+
+
+@pytest.mark.slow
+def test_speed_with_clusters_is_rehearsed(steps, capsys):
+    problems = rehearse(steps["clusters"], capsys)
+    assert len(problems) == 7
+    for facts in problems:
+        first, *others = [tiles[3] for tiles in facts["milliseconds"]]
+        assert (first, {*others}) == (1, {2})
+    lines = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows: products, clusters"], capsys)
+    assert {facts["by"] for facts in lines if "by" in facts} == {"ours", "dense matmul"}
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Correctness checks: every kernel against NumPy or blocked XLA, for even, uneven and empty groups.
+"""Correctness checks: every kernel against dense products or blocked XLA, for even, uneven and empty groups.
 
-Padding is NaN in most checks. A rehearsal runs the same steps at small sizes in JAX's GPU interpreter.
+Results are compared on the device. Padding is NaN in most checks. A rehearsal runs the same steps at small sizes in
+JAX's GPU interpreter.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from experiments.ladder.facts import print_facts
+from pallas_kernels.agreement import reasons_not_to_check
 from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.grouped_mlp.swiglu import swiglu
@@ -27,7 +29,8 @@ from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 from pallas_kernels.implementation import choose_implementation
 from pallas_kernels.products import Sweep
-from pallas_kernels.self_check import mlp_with_gradients, reasons_not_to_check, run_check
+from pallas_kernels.self_check import mlp_with_gradients
+from pallas_kernels.verdicts import run_check
 
 SPLITS: Final = ("even", "uneven", "empty")
 """The ways to split rows over groups."""
@@ -85,14 +88,16 @@ class ProductCase:
         sizes[0] -= 3
         return np.where(np.arange(groups) % 2, 0 if name == "empty" else sizes, sizes).astype(np.int32)
 
-    def product(self, rows: jax.Array, split: np.ndarray, matrix: int = 0, *, transposed: bool = False):
+    def product(
+        self, rows: jax.Array, split: np.ndarray, matrix: int = 0, *, transposed: bool = False
+    ) -> jax.Array:
         """Return each group's rows times its matrix, float32 ``[rows, n]``, with zeros in the padding."""
-        weights = np.asarray(self.weights[:, matrix], np.float32)
-        weights = weights.swapaxes(1, 2) if transposed else weights
-        out, ends = np.zeros((self.sizes.rows, weights.shape[2]), np.float32), np.cumsum(split)
-        for group, (start, end) in enumerate(zip(ends - split, ends, strict=True)):
-            out[start:end] = np.asarray(rows[start:end], np.float32) @ weights[group]
-        return out
+        weights = self.weights[:, matrix].swapaxes(1, 2) if transposed else self.weights[:, matrix]
+        return _each_product(rows, weights, jnp.asarray(split))
+
+    def outer(self, split: np.ndarray) -> jax.Array:
+        """Return the sum of the outer products of each group's rows, float32 ``[groups, k, n]``."""
+        return _each_outer(self.x, self.dy, jnp.asarray(split))
 
     def poison(self, rows: jax.Array, split: np.ndarray) -> jax.Array:
         """Return the rows with NaN in the padding."""
@@ -101,6 +106,37 @@ class ProductCase:
     def offsets(self, split: np.ndarray) -> jax.Array:
         """Return the group offsets in the format that the kernels read."""
         return group_offsets(jnp.asarray(split), self.sizes.rows)
+
+
+@jax.jit
+def _each_product(rows: jax.Array, weights: jax.Array, split: jax.Array) -> jax.Array:
+    """Multiply all rows by every group's matrix, one group at a time on the device, and keep those of the group."""
+
+    def add(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        matrix, own = group
+        with jax.default_matmul_precision("highest"):
+            product = rows.astype(jnp.float32) @ matrix.astype(jnp.float32)
+        return jnp.where(own[:, None], product, out), None
+
+    zeros = jnp.zeros((rows.shape[0], weights.shape[2]), jnp.float32)
+    return jax.lax.scan(add, zeros, (weights, _rows_of_groups(split, rows.shape[0])))[0]
+
+
+@jax.jit
+def _each_outer(x: jax.Array, dy: jax.Array, split: jax.Array) -> jax.Array:
+    """Multiply x, with zeros in the rows of other groups, by dy, one group at a time on the device."""
+
+    def one(own: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return jnp.where(own[:, None], x, 0).astype(jnp.float32).T @ dy.astype(jnp.float32)
+
+    return jax.lax.map(one, _rows_of_groups(split, x.shape[0]))
+
+
+def _rows_of_groups(split: jax.Array, num_rows: int) -> jax.Array:
+    """Return which rows belong to each group, ``[groups, rows]``."""
+    ends, row = jnp.cumsum(split)[:, None], jnp.arange(num_rows)[None]
+    return (row >= ends - split[:, None]) & (row < ends)
 
 
 @contextlib.contextmanager
@@ -177,8 +213,7 @@ def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: boo
         split, rows = case.split(name), case.dy if transposed else case.x
         begin = time.perf_counter()
         with interpreter(rehearsal):
-            result = run(case.poison(rows, split), case.buffers, case.offsets(split))
-            result = np.asarray(result.astype(jnp.float32))
+            result = jax.block_until_ready(run(case.poison(rows, split), case.buffers, case.offsets(split)))
         seconds = round(time.perf_counter() - begin, 2)
         error = check_close(f"{name} groups", result, case.product(rows, split, transposed=transposed))
         if result[split.sum() :].any():
@@ -199,12 +234,9 @@ def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool = False)
         split = case.split(name)
         rows = case.poison(case.x, split), case.poison(case.dy, split)
         with interpreter(rehearsal):
-            parts = [np.asarray(part.astype(jnp.float32)) for part in run(*rows, case.offsets(split))]
-        result, expected, ends = np.concatenate(parts)[:, 0], [], np.cumsum(split)
-        for start, end in zip(ends - split, ends, strict=True):
-            x, dy = (np.asarray(array[start:end], np.float32) for array in (case.x, case.dy))
-            expected.append(x.T @ dy)
-        print_facts(groups=name, **check_close(f"{name} groups", result, np.stack(expected))._asdict())
+            parts = run(*rows, case.offsets(split))
+        result = jnp.concatenate(parts)[:, 0]
+        print_facts(groups=name, **check_close(f"{name} groups", result, case.outer(split))._asdict())
 
 
 def check_gate_up(*, rehearsal: bool = False) -> None:
@@ -222,9 +254,8 @@ def check_gate_up(*, rehearsal: bool = False) -> None:
                 tiles=TileSizes(128, 64 if rehearsal else 128, 4),
             )
         )([case.x], case.buffers, case.offsets(split))
-        result = np.asarray(result.astype(jnp.float32))
     gate, up = (case.product(case.x, split, matrix) for matrix in (0, 1))
-    print_facts(**check_close("gate and up", result, gate / (1 + np.exp(-gate)) * up)._asdict())
+    print_facts(**check_close("gate and up", result, gate / (1 + jnp.exp(-gate)) * up)._asdict())
 
 
 def _mlp_operands(rehearsal: bool) -> tuple[Any, ...]:

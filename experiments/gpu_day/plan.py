@@ -1,14 +1,13 @@
 """The plan whose group sizes the measurements use, made on the CPU and stored next to the record."""
 
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
+from experiments.gpu_day.steps import PLAN
 from experiments.ladder.facts import print_facts
 from relibra_jax.contract.types import Topology
 
-FILE: Final = "plan.npz"
 MICRO_BATCHES, LAYERS, SAMPLES_PER_RANK = 4, 2, 4
 
 
@@ -34,7 +33,7 @@ def make_plan(folder: str, trace: str | None, *, rehearsal: bool = False) -> Non
     )
     quotas = {name: np.asarray(contender.batch_plan.plan.quota) for name, contender in by_name.items()}
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with (Path(folder) / FILE).open("wb") as file:
+    with (Path(folder) / PLAN).open("wb") as file:
         np.savez(file, **quotas)  # type: ignore[arg-type]
     print_facts(
         trace=recorded.name,
@@ -46,7 +45,7 @@ def make_plan(folder: str, trace: str | None, *, rehearsal: bool = False) -> Non
 
 def read_quotas(folder: str) -> dict[str, np.ndarray]:
     """Return the quotas ``[M L N G S]`` of every planner, by its name."""
-    with np.load(Path(folder) / FILE, allow_pickle=False) as file:
+    with np.load(Path(folder) / PLAN, allow_pickle=False) as file:
         return dict(file)
 
 

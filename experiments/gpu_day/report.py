@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from experiments.gpu_day.operations import OWN_KERNELS
-from experiments.gpu_day.steps import ATTENTION_TOKENS, SPEEDS, day_steps
+from experiments.gpu_day.operations import DENSE, OWN_KERNELS
+from experiments.gpu_day.steps import ATTENTION_TOKENS, PARTS, SPEEDS, day_steps, speed_name
 
 OPERATIONS: Final = (
     "forward",
@@ -15,6 +15,8 @@ OPERATIONS: Final = (
     "MLP with gradients",
 )
 """The columns of the table of throughput."""
+NAMED_RATE: Final = 790
+"""The rate in TFLOP/s that large dense products in bfloat16 reach on an H200, whatever a run measures."""
 PLANNERS: Final = ("static", "eplb", "relibra", "balanced")
 
 type Lines = Sequence[Mapping[str, Any]]
@@ -35,6 +37,7 @@ def report(lines: Lines) -> str:
         _machine,
         _checks,
         _speeds,
+        _shares,
         _baselines,
         _attention,
         _stragglers,
@@ -91,10 +94,39 @@ def _speeds(lines: Lines) -> Iterator[str]:
         yield f"| {model} | {rows:,} | {' | '.join(cells)} |"
 
 
-def _rates(lines: Lines, model: str, rows: int) -> list[Mapping[str, Any]]:
+def _shares(lines: Lines) -> Iterator[str]:
+    yield f"Share of the rate of a dense product of as many rows in the same run, and of {NAMED_RATE} TFLOP/s:"
+    yield ""
+    yield f"| experts of | rows per group | tiles | dense, TFLOP/s | {' | '.join(OPERATIONS)} |"
+    yield f"|---|---:|---|---:|{'---:|' * len(OPERATIONS)}"
+    for model, rows in SPEEDS:
+        for tiles, ending in (("counted", ""), ("measured, clusters", ", clusters")):
+            rates = {
+                (line["by"], line["operation"]): line["teraflops"]
+                for line in _rates(lines, model, rows, ending)
+            }
+            if not rates:
+                continue
+            cells = []
+            for operation in OPERATIONS:
+                # The dense version of an MLP is no single product.
+                dense = rates.get((DENSE, "forward" if operation.startswith("MLP") else operation))
+                own = rates.get((OWN_KERNELS, operation))
+                cells.append(f"{own / dense:.0%}, {own / NAMED_RATE:.0%}" if own and dense else "")
+            dense = f"{rates[DENSE, 'forward']:.0f}" if (DENSE, "forward") in rates else ""
+            yield f"| {model} | {rows:,} | {tiles} | {dense} | {' | '.join(cells)} |"
+
+
+def _rates(lines: Lines, model: str, rows: int, ending: str = "") -> list[Mapping[str, Any]]:
     """Return the throughput of all versions for the group sizes of a ReLibra plan."""
-    facts = _facts(lines, f"speed of {model}, {rows} rows")
-    return [line for line in facts if line.get("plan") == "relibra" and "teraflops" in line]
+    together = f"speed of {model}, {rows} rows"  # the step of records in which one step measured both parts
+    steps = [name + ending for name in (together, *(speed_name(model, rows, part) for part in PARTS))]
+    return [
+        line
+        for step in steps
+        for line in _facts(lines, step)
+        if line.get("plan") == "relibra" and "teraflops" in line
+    ]
 
 
 def _stragglers(lines: Lines) -> Iterator[str]:

@@ -69,12 +69,17 @@ def problems(shape: ModelShape, rows: int) -> Iterator[Problem]:
 
 
 def tune(problem: Problem) -> TileSizes:
-    """Return the fastest tile sizes for a problem, by the median time of repeated runs.
+    """Return the fastest tile sizes for a problem."""
+    times = measure(problem, list(candidate_tile_sizes(problem)))
+    return min(times, key=lambda tiles: times[tiles])
 
-    The results of all candidates are compared with those of the first one, which uses no cluster. A candidate with
-    different results is reported to standard error and excluded.
+
+def measure(problem: Problem, choices: Sequence[TileSizes]) -> dict[TileSizes, float]:
+    """Return the median time of repeated runs in milliseconds, for each of several tile sizes.
+
+    The results are compared with those of the first tile sizes, which should use no cluster. Tile sizes with different
+    results are reported to standard error and excluded.
     """
-    choices = list(candidate_tile_sizes(problem))
     operands = _operands(problem)
 
     def compile_one(tiles: TileSizes) -> Any:
@@ -90,7 +95,7 @@ def tune(problem: Problem) -> TileSizes:
             print(f"excluded because of wrong results: {error}", file=sys.stderr, flush=True)
         else:
             times[tiles] = _milliseconds(program, operands)
-    return min(times, key=lambda tiles: times[tiles])
+    return times
 
 
 def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
