@@ -159,9 +159,9 @@ def test_steps_after_hang_try_again_and_look_closer(tmp_path, capsys):
     }
     assert barriers["tool"] == "synccheck"
     assert missing == {"cannot_run": "compute-sanitizer is not on the PATH"}
-    assert dumped == {"file": str(tmp_path / "dump.tar.gz"), "end": None, "files": 0, "kinds": []}
+    assert dumped == {"file": str(tmp_path / "dump.tar.gz"), "end": None, "files": 1, "kinds": [".ptx"]}
     with tarfile.open(tmp_path / "dump.tar.gz") as archive:
-        assert archive.getnames() == []
+        assert archive.getnames() == ["kernel.ptx"]
 
 
 LADDER = """

@@ -6,7 +6,6 @@ more can be learned on this machine.
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,8 @@ TOOL_SECONDS: Final = 60
 """The time limit in seconds of each tool, under which kernels are many times slower."""
 LINES: Final = 40
 """The largest number of lines that are kept of a tool's output."""
+LARGEST: Final = 2**22
+"""The largest number of bytes of a dumped file that is kept. The logs of Mosaic's passes have about 40 MB a kernel."""
 DUMP: Final = "dump.tar.gz"
 """The file with the machine code of the step that hung, beside the record."""
 
@@ -73,26 +74,25 @@ def sanitize(function: str, arguments: Sequence[Any], *, rehearsal: bool = False
 def dump(
     function: str, arguments: Sequence[Any], folder: str, seconds: int, *, rehearsal: bool = False
 ) -> None:
-    """Run a step that writes its PTX, machine code and XLA programs, and pack them into one file, `DUMP`.
+    """Run a step that writes the PTX, the machine code and the resources of its kernels, and pack them into `DUMP`.
 
     Args:
         function: the function of the step, as ``module:function``.
         arguments: the arguments of the function.
         folder: the folder for the file.
-        seconds: the time after which the step is killed. Its programs are written before the first one runs.
+        seconds: the time after which the step is killed. Its kernels are written before the first one runs.
         rehearsal: whether to run at small sizes without a GPU.
     """
     with tempfile.TemporaryDirectory() as files:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={files}"
         command = child_command(function, arguments, rehearsal=rehearsal)
-        end = run_for(command, seconds, {"MOSAIC_GPU_DUMP_TO": files, "XLA_FLAGS": flags}, subprocess.DEVNULL)
-        names = sorted(path.name for path in Path(files).iterdir())
-        path = Path(folder) / DUMP
-        with tarfile.open(path, "w:gz") as archive:
-            for name in names:
-                archive.add(Path(files) / name, name)
-    kinds = sorted({match[0] for name in names if (match := re.search(r"\.\w+$", name))})
-    print_facts(file=str(path), end=end, files=len(names), kinds=kinds)
+        end = run_for(command, seconds, {"MOSAIC_GPU_DUMP_TO": files}, subprocess.DEVNULL)
+        paths = [path for path in Path(files).iterdir() if path.stat().st_size <= LARGEST]
+        target = Path(folder) / DUMP
+        with tarfile.open(target, "w:gz") as archive:
+            for path in sorted(paths):
+                archive.add(path, path.name)
+    kinds = sorted({path.suffix for path in paths})
+    print_facts(file=str(target), end=end, files=len(paths), kinds=kinds)
 
 
 def run_for(command: Sequence[str], seconds: int, variables: Mapping[str, str], output: Any) -> int | None:

@@ -125,7 +125,7 @@ def day_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
         trace: the name or path of the trace to plan. None stands for the trace in this project.
     """
     make_plan = "experiments.gpu_day.plan:make_plan"
-    plan = Step("plan", make_plan, (folder, trace), 90, on_cpu=True, file=os.path.join(folder, PLAN))
+    plan = Step("plan", make_plan, (folder, trace), 180, on_cpu=True, file=os.path.join(folder, PLAN))
     # A measurement needs the checks of its own operations, since the speed of a wrong kernel means nothing.
     products = ("plan", *(step.name for step in _PRODUCT_CHECKS))
     mlps = (*products, *(step.name for step in _MLP_CHECKS))

@@ -70,9 +70,9 @@ def run_ladder(
         seconds: the time limit for all steps, in seconds. A step whose own limit exceeds the remaining time is skipped.
         workers: the number of steps that run at the same time. A step waits for those that it needs.
         echo: whether to print the results of steps too, and not only how they end.
-        diagnose: a function from the first step that hangs to further steps, which run at once and find out why it
-            hung. From then on, no other step that starts has more than `AFTER_HANG` seconds. None if hangs are not
-            diagnosed.
+        diagnose: a function from the first step that hangs, of those on the GPU, to further steps, which run at once
+            and find out why it hung. From then on, no other step that starts has more than `AFTER_HANG` seconds. None
+            if hangs are not diagnosed.
 
     Returns:
         The outcome of each step, as text: "passed", "failed", "hung", "passed before", or the reason why it was
@@ -101,7 +101,8 @@ def run_ladder(
             return outcome
         limit = min(step.seconds, AFTER_HANG) if first_hang.locked() else step.seconds
         outcome = attempt(step._replace(seconds=limit))
-        if outcome == "hung" and diagnose is not None and first_hang.acquire(blocking=False):
+        hung_on_gpu = outcome == "hung" and not step.on_cpu
+        if hung_on_gpu and diagnose is not None and first_hang.acquire(blocking=False):
             for further in diagnose(step):
                 attempt(further)
         return outcome
