@@ -115,8 +115,8 @@ def test_why_rehearses_stragglers_and_the_layer(steps, capsys):
 def test_why_rehearses_branches_pieces_and_the_profile(steps, capsys):
     assert [facts["products"] for facts in rehearse(steps["branches"], capsys)] == [1, 8]
     (facts,) = rehearse(steps["ragged exchange"], capsys)
-    assert [len(pieces) for pieces in facts["pieces"]] == [1, 8, 32, 128]
-    assert {sum(pieces) for pieces in facts["pieces"]} == {61}
+    assert [len(sent) for sent in facts["sent"].values()] == [1, 8, 32, 128, 64]
+    assert {sum(sent) for sent in facts["sent"].values()} == {61}
     parts, facts = rehearse(steps["layer of full size"], capsys)
     assert parts["rows"] == 126, "14 rows in each of 9 slots, for 64 tokens with two experts"
     assert facts["total"] == 0, "a CPU has no kernels of a GPU"

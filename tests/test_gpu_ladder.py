@@ -313,6 +313,7 @@ def test_smoke_steps_fit_the_devices():
     assert layers(2, rehearsal=True) == [(1, "padded"), (2, "padded")]
     ways = ("fitted", "padded", "ragged", "remote")
     assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
+    assert [step.name for step in smoke_steps(8, rehearsal=False)][-1] == "ragged exchange over 8"
 
 
 def test_gpu_day_rejects_invalid_arguments(capsys):

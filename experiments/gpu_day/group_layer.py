@@ -20,6 +20,7 @@ from relibra_jax.execution import (
     prepare_layer,
     rank_sharding,
 )
+from relibra_jax.execution.exchange_check import check_exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.planning.sample_packing import pack_samples
 
@@ -88,6 +89,13 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool = False) -> None
         milliseconds=seconds["layer"].median * 1e3,
         **error._asdict(),
     )
+
+
+def prove_exchange(devices: int) -> None:
+    """Check whether a ragged exchange is right and faster over the first devices of this host, and keep the verdict."""
+    topology = Topology(num_nodes=1, ranks_per_node=devices, num_experts=devices, replica_slots=0)
+    verdict = check_exchange(expert_mesh(topology, devices=jax.devices()[:devices]))
+    print_facts(devices=devices, **verdict._asdict())
 
 
 def _draw(topology: Topology, length: int) -> Samples:

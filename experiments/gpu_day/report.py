@@ -186,7 +186,7 @@ def _full_layer(lines: Lines) -> Iterator[str]:
 
 
 def _exchanges(lines: Lines) -> Iterator[str]:
-    yield "XLA's ragged exchange on one GPU, by the number of pieces of a lane:"
+    yield "XLA's ragged exchange on one GPU, by the number of even pieces of the rows:"
     yield from ("", "| pieces | GB/s |", "|---:|---:|")
     for line in _facts(lines, "ragged exchange"):
         if "pieces" in line:

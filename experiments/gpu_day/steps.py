@@ -79,8 +79,8 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
     """Return the steps that test a host with ``devices`` GPUs.
 
     They check the kernels that ``implementation=None`` chooses and the guide's Flax loop, and then a layer with
-    replicas over one, two and all GPUs, with each kind of exchange, against a dense layer. A rehearsal, on two host
-    devices, has no ragged exchange.
+    replicas over one, two and all GPUs, with each kind of exchange, against a dense layer. At last they check whether
+    a ragged exchange is faster. A rehearsal, on two host devices, has no ragged exchange.
     """
     counts = sorted({1, min(2, devices), devices})
     layers = (
@@ -95,7 +95,9 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
         for exchange in (("padded",) if count == 1 or rehearsal else ("fitted", "padded", "ragged", "remote"))
     )
     loop = Step("Flax loop", "experiments.gpu_day.flax_step:train", (3,), 120, ("environment",))
-    return (_ENVIRONMENT, _CHOSEN, loop, *layers)
+    prove = "experiments.gpu_day.group_layer:prove_exchange"
+    proof = Step(f"ragged exchange over {devices}", prove, (devices,), 150, ("environment",))
+    return (_ENVIRONMENT, _CHOSEN, loop, *layers, *([] if devices == 1 or rehearsal else [proof]))
 
 
 def count_devices() -> int:
