@@ -1,20 +1,22 @@
 """Models of the time that a plan takes and of the memory that it needs; nothing here was measured on a cluster.
 
-=================  ==================================================================================================
-`cost_model`       what a batch is priced for, and the seconds of one unit of each kind of work: the only price
-`batch_time`       the time of a batch under its plan, and of balanced runs
-`step_time`        the time of its layers: attention, experts, exchange, and the part of replica transfers that
-                   attention does not hide
-`copies`           the time to transfer experts: replicas, residents, and experts that change home
-`traffic`          the rows and experts that ranks send and receive
-`least_time`       a lower bound of the time of a batch over all plans
-`least_crossings`  a lower bound of the crossings between nodes, by `node_relaxation` and `token_weights`
-`least_spread`     a lower bound of the token copies that are sent inside nodes
-`row_prices`       what a row of an exchange costs at least
-`memory`           the memory of a rank
-`hardware`         named clusters
-`models`           named models
-=================  ==================================================================================================
+==================  ==================================================================================================
+`cost_model`        what a batch is priced for, and the seconds of one unit of each kind of work: the only price
+`batch_time`        the time of a batch under its plan, and of balanced runs
+`step_time`         the time of its layers: attention, experts, exchange, and the part of replica transfers that
+                    attention does not hide
+`copies`            the time to transfer experts: replicas, residents, and experts that change home
+`traffic`           the rows and experts that ranks send and receive
+`least_time`        a lower bound of the time of a batch over all plans
+`least_crossings`   a lower bound of the crossings between nodes, by `node_relaxation` and `token_weights`
+`least_spread`      a lower bound of the token copies that are sent inside nodes
+`row_prices`        what a row of an exchange costs at least
+`layer_operations`  the operations of one layer of an evenly loaded rank, each with its bytes, launches and seconds
+`hop_rows`          the rows that its hops move
+`memory`            the memory of a rank
+`hardware`          named clusters
+`models`            named models
+==================  ==================================================================================================
 """
 
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time

@@ -194,12 +194,7 @@ class CostModel:
         number = COMPUTE_BYTES if self.compute_bytes is None else self.compute_bytes
         updates = self.updates if updates is None else updates
         passes = count_passes(updates, recompute=self.recompute if recompute is None else recompute)
-        flops = cluster.matmul_flops * cluster.matmul_efficiency
-        slow, fast = (
-            bandwidth * cluster.network_efficiency
-            for bandwidth in (cluster.slow_bandwidth, cluster.fast_bandwidth)
-        )
-        memory = cluster.memory_bandwidth * cluster.memory_efficiency
+        memory, slow, fast, flops = cluster.rates
         nodes, local = topology.num_nodes, topology.ranks_per_node
         expert, dense = float(model.expert_params), float(model.dense_params)
         head = 2.0 * model.width * model.vocabulary / model.moe_layers

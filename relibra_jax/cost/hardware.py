@@ -1,6 +1,7 @@
 """Named clusters for `relibra_jax.cost`; every constant has its source and unit."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -43,9 +44,36 @@ class Cluster:
     choice_seconds: float = 0.0
     """The seconds for which a device waits where the host must read a choice from it, such as the length of a fitted
     exchange."""
+    launch_seconds: float = 0.0
+    """The least seconds of a kernel, with the gap before it. Only `relibra_jax.cost.layer_operations` counts them."""
+    collective_seconds: float = 0.0
+    """The least seconds of a collective, however few bytes it sends, likewise."""
     node_ranks: int = 8
     """The largest number of ranks that the fast network connects into one node: 8 GPUs in DGX and HGX nodes (NVIDIA
     data sheets)."""
+
+    @property
+    def rates(self) -> "Rates":
+        """What a rank reaches of the bandwidths and of the peak."""
+        return Rates(
+            memory=self.memory_bandwidth * self.memory_efficiency,
+            slow=self.slow_bandwidth * self.network_efficiency,
+            fast=self.fast_bandwidth * self.network_efficiency,
+            flops=self.matmul_flops * self.matmul_efficiency,
+        )
+
+
+class Rates(NamedTuple):
+    """The rates that a rank reaches."""
+
+    memory: float
+    """The bytes/s that it reads or writes in its memory."""
+    slow: float
+    """The bytes/s that it sends to other nodes."""
+    fast: float
+    """The bytes/s that it sends inside its node."""
+    flops: float
+    """The FLOP/s of grouped and dense products."""
 
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
@@ -53,7 +81,10 @@ class Cluster:
 # 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an H100 and an
 # H200 (experiments/results/kernels/gpu.md, 2026-11-26 and 2026-11-27): an MLP with gradients runs at 425 to 465 TFLOP/s
 # for 1,024 rows in a group and at 566 for 7,281, and a choice takes 19 to 52 microseconds. On the H100 copies read and
-# write 2.9 TB/s, and gathers of rows 2.4 TB/s.
+# write 2.9 TB/s, and gathers of rows 2.4 TB/s. A layer with 4,100 rows takes 0.10 ms more than its experts, in four
+# gathers of 10 microseconds and 17 further kernels: 3 microseconds each. An all-reduce of 8 bytes over two nodes takes
+# 19 to 21 microseconds (NVIDIA/nccl-tests#150, with A100 and HDR InfiniBand); collectives inside a node are taken to
+# be as slow.
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,
@@ -66,6 +97,8 @@ _H100 = Cluster(
     memory_efficiency=0.8,
     tile=128,
     choice_seconds=50e-6,
+    launch_seconds=3e-6,
+    collective_seconds=20e-6,
 )
 
 CLUSTERS = {
@@ -73,6 +106,17 @@ CLUSTERS = {
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
     # 8 x 400 Gb/s InfiniBand for 8 GPUs. A copy on an H200 reads and writes 3.2 to 3.3 TB/s (measured, as above).
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12, memory_efficiency=0.67),
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bfloat16 without sparsity; 80 GB at 2.039 TB/s; NVLink 600 GB/s in
+    # both directions together. NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand for 8 GPUs. The rest is Hopper's.
+    "a100": dataclasses.replace(
+        _H100, matmul_flops=312e12, fast_bandwidth=300e9, slow_bandwidth=25e9, memory_bandwidth=2.039e12
+    ),
+    # NVIDIA DGX B200 data sheet, for 8 GPUs: 36 PFLOP/s bfloat16 with sparsity, half of them without, which is
+    # 2.25 PFLOP/s per GPU; 1,440 GB at 64 TB/s; NVLink 14.4 TB/s, 1.8 TB/s per GPU in both directions; 8 x 400 Gb/s
+    # InfiniBand. The rest is Hopper's.
+    "b200": dataclasses.replace(
+        _H100, matmul_flops=2250e12, fast_bandwidth=900e9, memory=180e9, memory_bandwidth=8e12
+    ),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16
     # with sparsity, half of them without, which is 2.5 PFLOP/s per GPU; 130 TB/s of NVLink together, 1.8 TB/s per GPU
     # in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX GB200 data sheet:
@@ -106,7 +150,14 @@ CLUSTERS = {
 }
 """The named clusters."""
 
-_DEVICES = {"H100": "h100", "H200": "h200", "GB200": "gb200-nvl72", "cpu": "cpu-host"}
+_DEVICES = {
+    "H100": "h100",
+    "H200": "h200",
+    "A100-SXM4-80GB": "a100",
+    "B200": "b200",
+    "GB200": "gb200-nvl72",
+    "cpu": "cpu-host",
+}
 """The names of clusters, by the word for the device in the name of a device kind."""
 
 

@@ -1,0 +1,1 @@
+"""The price of one MoE layer, operation by operation."""
