@@ -84,7 +84,7 @@ def test_launches_collectives_and_choices_take_their_own_time():
 
 
 @pytest.mark.parametrize("exchange", ["padded", "fitted", "ragged"])
-def test_products_links_and_choices_cost_what_the_price_of_batches_says(exchange):
+def test_operations_cost_what_the_price_of_batches_says(exchange):
     """The same layer as a plan: even load of 4 ranks, one replica on each, and visits as uniform routing has them."""
     cluster = dataclasses.replace(CLUSTERS["h100"], launch_seconds=0.0, collective_seconds=0.0)
     model = dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=8, top_k=2)
@@ -111,10 +111,13 @@ def test_products_links_and_choices_cost_what_the_price_of_batches_says(exchange
     links = {
         way: [each for each in operations if each.part == "links" and way(each)] for way in (_far, _near)
     }
-    # In a ragged exchange between nodes the host is waited for, which the price of batches leaves out.
     choices = seconds(operations, cluster, name="choice between nodes") * 2 * (exchange == "fitted")
-    for way, name in ((_far, "between"), (_near, "inside")):
-        assert seconds(links[way], cluster) + choices == pytest.approx(priced[name], rel=1e-5)
+    assert seconds(links[_near], cluster) + choices == pytest.approx(priced["inside"], rel=1e-5)
+    crossing = seconds(links[_far], cluster) + choices
+    if exchange == "ragged":  # priced as what is needed, where a fitted exchange between nodes runs
+        assert priced["between"] < crossing < 1.15 * priced["between"]
+    else:
+        assert crossing == pytest.approx(priced["between"], rel=1e-5)
     # The price has two fetches, and an even number of exports: two where a rank has one.
     again = layer_operations(run, topology, tokens, checkpointed=True)
     replicas = sum(each.inside for each in again if each.part == "replicas") / cluster.rates.fast
@@ -138,7 +141,7 @@ def test_ragged_layers_cost_less_than_fitted_ones_and_these_less_than_padded_one
         for each in ("ragged", "fitted", "padded")
     ]
     assert kinds[0] < min(kinds[1:])
-    assert nodes == 1 or kinds == sorted(kinds)
+    assert nodes == 1 or kinds == sorted(kinds), "inside one node, choices cost more than spare room"
 
 
 def test_layers_take_longer_with_more_tokens_and_on_slower_clusters():
@@ -195,7 +198,8 @@ def test_even_hops_visit_as_uniform_routing_does():
     model = dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=3)
     run = CostModel(cluster=CLUSTERS["h100"], model=model, exchange="ragged").on(topology)
     between, inside = even_hops(run, topology, 1000)
-    assert between.across == pytest.approx(3 / 4 * between.arriving)
+    assert (between.kind, inside.kind) == ("fitted", "ragged")
+    assert 3 / 4 * between.arriving <= between.across < 1.1 * 3 / 4 * between.arriving
     assert inside.arriving == 3000
     assert inside.inside == 1500
 
@@ -218,6 +222,7 @@ def test_savings_have_the_sign_that_the_gathers_of_each_exchange_give_them():
     [
         ({}, 0, "tokens=0 must be an integer of at least 1"),
         ({"pieces": 2}, 8, "pieces=2: operations are listed"),
+        ({"path": "flat", "exchange": "ragged"}, 8, "exchange='ragged' works only inside a node"),
     ],
 )
 def test_layer_operations_refuses_what_it_cannot_list(changes, tokens, says):

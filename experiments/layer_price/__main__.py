@@ -51,7 +51,7 @@ class LayerPrice:
     replica_slots: int = 0
     """The number of replica slots of a rank, all of them filled."""
     spare_room: bool = True
-    """Whether buffers have spare room, as those of a Balancer."""
+    """Whether buffers have spare room, as those of a Balancer; --no-spare-room for as much as a batch needs."""
     checkpointed: bool = False
     """Whether the backward pass dispatches tokens and fetches replicas again, as under jax.checkpoint."""
     sample_tokens: int | None = None

@@ -46,7 +46,7 @@ def read_profile(record: Path, *, tokens: int, model: Model) -> MeasuredLayer:
         if sizes[name] != wanted:
             raise ValueError(f"profile={record} is of a layer with {name}={sizes[name]}, not {wanted}")
     parts = sizes["milliseconds"]
-    scopes = next((line["scopes"] for line in reversed(lines) if "scopes" in line), {})
+    scopes: dict[str, float] = next((line["scopes"] for line in reversed(lines) if "scopes" in line), {})
     return MeasuredLayer(
         forward=parts["layer"],
         backward=parts["layer with gradients"] - parts["layer"],

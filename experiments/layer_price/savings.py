@@ -1,12 +1,16 @@
 """What a layer would save without an operation, in milliseconds of both passes.
 
-gates with rows      gates travel in the rows' exchange: no collective and no gathers of their own. Their bytes stay
-row per rank         inside a node a token goes to each rank once, not once for each copy. Fewer rows cross links and
-                     are packed. Ragged exchanges then need a gather before the experts and a sum after them, which
-                     lanes have anyway
-no zeros             send buffers and delivered rows without spare room, and without an empty lane for the own rank
-gathers in products  the experts' kernels read rows from where they arrive, and write them to where they leave
-no choices           the host is not waited for
+    gates with rows      gates travel in the rows' exchange: no collective and no gathers of their own. Their bytes stay
+    row per rank         inside a node a token goes to each rank once, not once for each copy. Fewer rows are packed and
+                         cross links. Ragged exchanges then need a gather before the experts and a sum after them, which
+                         lanes have anyway
+    no zeros             send buffers and delivered rows without spare room, and without an empty lane for the own rank
+    gathers in products  the experts' kernels read rows from where they arrive, and write them to where they leave
+    hops in one gather   rows are packed for the links inside a node from where they arrive in it, and summed into the
+                         lanes in which they cross back, without a buffer of arrived tokens
+    no choices           the host is not waited for
+
+A negative number is a loss.
 """
 
 from collections.abc import Callable, Iterable
@@ -62,12 +66,17 @@ def price_savings(run: CostModel, topology: Topology, tokens: int) -> dict[str, 
         each.seconds(cluster)
         for each in those(lambda each: each.name in (_named("pick", last), _named("pack back", last)))
     )
+    joined = sum(
+        each.seconds(cluster)
+        for each in those(lambda each: each.name in ("pick between nodes", "pack back between nodes"))
+    )
     choices = sum(each.seconds(cluster) for each in those(lambda each: each.choices > 0))
     seconds = {
         "gates with rows": gates,
         "row per rank": per_rank,
         "no zeros": zeros,
         "gathers in products": fused,
+        "hops in one gather": joined,
         "no choices": choices,
     }
     return {name: 1e3 * value for name, value in seconds.items()}

@@ -43,38 +43,74 @@ class HopRows:
 def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows, ...]:
     """Count the rows of the hops of dispatch: one for flat dispatch, two for hierarchical dispatch.
 
+    Between nodes, layers with a ragged exchange have a fitted one (`relibra_jax.execution.parallel`).
+
     Args:
         run: the cost model, without ``auto``, as `CostModel.on` returns it.
         topology: the expert-parallel group.
         tokens: t, the number of tokens of a rank.
+
+    Raises:
+        ValueError: if a ragged exchange would be flat over several nodes.
     """
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     copies = float(tokens * run.model.top_k)
     slots = room(copies, run)
     if run.path == "flat":
+        if run.exchange == "ragged" and nodes > 1:
+            raise ValueError("exchange='ragged' works only inside a node: use path='hierarchical'")
         part = copies / ranks
         return (
             _hop(
-                run, name="", ranks=ranks, part=part, across=ranks - local, inside=local - 1, arriving=copies,
-                delivered=slots, elements=float(tokens), gates=1,
+                run,
+                run.exchange,
+                name="",
+                ranks=ranks,
+                part=part,
+                across=ranks - local,
+                inside=local - 1,
+                arriving=copies,
+                delivered=slots,
+                elements=float(tokens),
+                gates=1,
             ),
-        )  # fmt: skip
+        )
     visits = tokens * visit_share(topology, run.model.top_k)
     arrived = room(nodes * visits, run)
+    kind = "fitted" if run.exchange == "ragged" else run.exchange
     return (
         _hop(
-            run, name="between nodes", ranks=nodes, part=visits, across=nodes - 1, inside=0, arriving=nodes * visits,
-            delivered=arrived, elements=float(tokens), gates=run.model.top_k,
+            run,
+            kind,
+            name="between nodes",
+            ranks=nodes,
+            part=visits,
+            across=nodes - 1,
+            inside=0,
+            arriving=nodes * visits,
+            delivered=arrived,
+            elements=float(tokens),
+            gates=run.model.top_k,
         ),
         _hop(
-            run, name="inside nodes", ranks=local, part=copies / local, across=0, inside=local - 1, arriving=copies,
-            delivered=slots, elements=arrived, gates=1,
+            run,
+            run.exchange,
+            name="inside nodes",
+            ranks=local,
+            part=copies / local,
+            across=0,
+            inside=local - 1,
+            arriving=copies,
+            delivered=slots,
+            elements=arrived,
+            gates=1,
         ),
-    )  # fmt: skip
+    )
 
 
 def _hop(
     run: CostModel,
+    kind: str,
     *,
     name: str,
     ranks: int,
@@ -87,11 +123,11 @@ def _hop(
     gates: int,
 ) -> HopRows:
     """Return the rows of a hop in which a rank has ``part`` rows for each rank, ``across`` of them on other nodes."""
-    ragged = run.exchange == "ragged"
-    lane = part if ragged else _lane(part, run)
+    ragged = kind == "ragged"
+    lane = part if ragged else _lane(part, kind, run)
     return HopRows(
         name=name,
-        kind=run.exchange,
+        kind=kind,
         ranks=ranks,
         across=across * lane,
         inside=inside * lane,
@@ -110,10 +146,10 @@ def room(rows: float, run: CostModel) -> float:
     return float(with_spare_room(size) if run.spare_room else size)
 
 
-def _lane(rows: float, run: CostModel) -> float:
+def _lane(rows: float, kind: str, run: CostModel) -> float:
     """Return the rows that a padded or fitted exchange sends of every lane, if the longest lane has ``rows``."""
     pair = int(room(rows, run))
-    lengths = fitted_lanes(pair) if run.exchange == "fitted" else (pair,)
+    lengths = fitted_lanes(pair) if kind == "fitted" else (pair,)
     return float(next(length for length in lengths if length >= rows))
 
 

@@ -2,8 +2,7 @@
 
 The list follows what layers run (`relibra_jax.execution`). A hop of dispatch is
 
-    choice    the device waits for the host, which reads the length of a fitted exchange, or the sizes of a ragged one
-              between nodes
+    choice    the device waits for the host, which reads the length of a fitted exchange
     pack      the rows of the send buffer are gathered from tokens; what is longer than its rows gets zeros
     exchange  the collective over the links, which reads and writes buffers meanwhile
     gates     the collective of the gates, and the gathers around it
@@ -128,8 +127,8 @@ def layer_operations(
         The operations in their order: of the preparation, the forward pass and the backward pass.
 
     Raises:
-        ValueError: if a number of tokens is not a positive integer, layers run in several pieces, or the topology has
-            fewer experts than the model.
+        ValueError: if a number of tokens is not a positive integer, layers run in several pieces, a ragged exchange
+            would be flat over several nodes, or the topology has fewer experts than the model.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
@@ -235,7 +234,7 @@ class _Layer:
             yield from self._stripe(during, scope, gates=gates, suffix=" back")
 
     def _choice(self, during: Pass, scope: str, hop: HopRows, suffix: str) -> Iterator[Operation]:
-        if hop.kind == "fitted" or (hop.kind == "ragged" and hop.across):
+        if hop.kind == "fitted":
             yield Operation(_named("choice", hop, suffix), during, "small", scope, choices=1)
 
     def _gather(self, name: str, during: Pass, scope: str, read: float, written: float) -> Operation:
