@@ -41,6 +41,8 @@ PLANNED: Final = ("static", "eplb", "relibra")
 FLOAT8_FLOPS: Final = {
     "h100": 1979e12,
     "h200": 1979e12,
+    "a100": 312e12,
+    "b200": 4500e12,
     "h100-ethernet-200": 1979e12,
     "h100-ethernet-100": 1979e12,
     "gb200-nvl72": 5000e12,
@@ -48,7 +50,8 @@ FLOAT8_FLOPS: Final = {
 }
 """The peak of dense float8 matrix products of a rank, FLOP/s, by the cluster's name. Products are assumed to reach the
 same share of it as of the bfloat16 peak. Sources are the data sheets of `relibra_jax.cost.hardware`: 1,979 TFLOP/s for
-H100 and H200 without sparsity, and half of the 720 PFLOP/s with sparsity of 72 GPUs of a GB200 NVL72. The number of a
+H100 and H200 without sparsity, half of the 72 PFLOP/s with sparsity of 8 GPUs of a DGX B200, and half of the 720
+PFLOP/s of 72 GPUs of a GB200 NVL72. An A100 has no float8 products, so its number is that of bfloat16. The number of a
 host is assumed."""
 
 
