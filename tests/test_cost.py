@@ -33,7 +33,7 @@ from relibra_jax.execution.migration import move_tables
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.routing.sizes import count_capacities, grow_capacities, with_spare_room
-from relibra_jax.routing.split import source_quota
+from relibra_jax.routing.split import pair_load, source_quota
 from relibra_jax.routing.visits import node_visits
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -137,14 +137,15 @@ def test_count_sent_is_equal_lanes_if_padded_and_what_is_needed_if_ragged(batch_
     sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, padded())
     assert (np.asarray(sent.between) == 2 * 16).all(), "two ranks in the other node"
     assert (np.asarray(sent.inside) == 16).all()
-    assert (np.asarray(sent.buffers) == 2 * 4 * 16 + 24).all()
+    # Four lanes, half of 24 slots, and the rows of each rank that leave it or are computed there.
+    np.testing.assert_array_equal(sent.gathered[0, 0], 64 + 12 + np.array([[17 + 3, 13], [10, 20]]))
     needed = count_sent(batch_plan.layer_plans(), TOPOLOGY, price(spare_room=False))
     np.testing.assert_array_equal(needed.between[0, 0], [[0, 10], [0, 10]])
     np.testing.assert_array_equal(needed.inside[0, 0], [[3, 3], [10, 10]])
-    assert (np.asarray(needed.buffers) == 24 + 16 + 24).all(), "20 rows to send, 13 to receive, 17 to compute"
+    np.testing.assert_array_equal(needed.gathered[0, 0], 12 + np.array([[20, 0], [0, 20]]))
     time = batch_time(batch_plan, LENGTHS, TOPOLOGY, padded())
     assert float(time.exchange) == pytest.approx(32 * ACROSS)
-    assert float(time.gather) == pytest.approx((2 * 64 + 24) * 4 * 2 * 8 / 2000 / 0.5)
+    assert float(time.gather) == pytest.approx((64 + 12 + 20) * 4 * 8 / 2000 / 0.5)
 
 
 def test_count_sent_has_lanes_of_the_longest_layer_and_micro_batch():
@@ -164,7 +165,8 @@ def test_count_sent_has_lanes_of_the_longest_layer_and_micro_batch():
             for m in range(2)
             for row in range(2)
         ]
-        for rows, parts in zip(sent, zip(*alone, strict=True), strict=True):
+        for name in ("between", "inside"):
+            rows, parts = getattr(sent, name), [getattr(each, name) for each in alone]
             assert len(np.unique(rows)) == 1
             assert rows.max() == max(float(part.max()) for part in parts)
 
@@ -173,7 +175,11 @@ def test_count_sent_has_lanes_of_the_longest_layer_and_micro_batch():
 @pytest.mark.parametrize("path", ["flat", "hierarchical"])
 @pytest.mark.parametrize("plans", ["eplb", "any across nodes"])
 def test_count_sent_has_the_buffers_of_the_exchanges(plans, path, spare_room):
-    """Lanes and buffers are as long as a step makes them from the sizes that it counts."""
+    """Lanes and buffers are as long as a step makes them from the sizes that it counts.
+
+    A gather writes every buffer: of each hop the one that is sent, in both directions, and half of those that are only
+    filled by dispatch. It reads the rows that leave a rank and those that are there after the hop.
+    """
     replay, batch_plan = a_batch(plans)
     visits = node_visits(replay, batch_plan, TOPOLOGY) if path == "hierarchical" else None
     cost = padded(path=path, spare_room=spare_room)
@@ -183,8 +189,22 @@ def test_count_sent_has_the_buffers_of_the_exchanges(plans, path, spare_room):
         sizes = grow_capacities(None, sizes, round_up=with_spare_room)
     hops = [(4, sizes.flat)] if path == "flat" else [(2, sizes.node), (2, sizes.local)]
     arrived = 0 if path == "flat" else sizes.node.receive
-    buffers = sum(2 * ranks * hop.pair for ranks, hop in hops) + arrived + sizes.rows
-    assert (np.asarray(sent.buffers) == buffers).all()
+    buffers = sum(ranks * hop.pair for ranks, hop in hops) + arrived + sizes.rows / 2
+    for place in np.ndindex(2, 2):
+        plan = jax.tree.map(lambda leaf, place=place: leaf[place], batch_plan.layer_plans())
+        pairs = np.asarray(pair_load(plan, TOPOLOGY))
+        moves = [pairs]
+        if visits is not None:
+            # Ranks are numbered by node: a token of rank r goes to the rank of its own local index in each node.
+            crossing = np.zeros((4, 4))
+            for rank, node in np.ndindex(4, 2):
+                crossing[rank, 2 * node + rank % 2] = visits[(*place, rank, node)]
+            spread = np.zeros((4, 4))
+            for rank, target in np.ndindex(4, 4):
+                spread[2 * (target // 2) + rank % 2, target] += pairs[rank, target]
+            moves = [crossing, spread]
+        read = sum(each.sum(1) + each.sum(0) - each.diagonal() for each in moves)
+        np.testing.assert_allclose(sent.gathered[place].ravel(), buffers + read)
     lanes = [hop.pair for _, hop in hops]
     expected = (2 * lanes[0], lanes[0]) if path == "flat" else (lanes[0], lanes[1])
     assert (np.asarray(sent.between) == expected[0]).all()

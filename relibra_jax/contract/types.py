@@ -272,7 +272,7 @@ class Price:
     fetch_across: Float[Array, ""] | float = 0.0
     """The same for one replica that is sent to another node."""
     gather: Float[Array, ""] | float = 0.0
-    """One row of a buffer of an exchange, written once and read once."""
+    """One row that a gather or a sum of dispatch or combine reads or writes."""
     wait: Float[Array, ""] | float = 0.0
     """The wait of ranks for each other at one hop of a layer, or where they deal tokens, in all passes of a
     micro-batch."""

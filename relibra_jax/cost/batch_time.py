@@ -37,7 +37,7 @@ class BatchTime(NamedTuple):
     exchange: Float[Array, "*stack"]
     """Dispatch and combine."""
     gather: Float[Array, "*stack"]
-    """Reading and writing the buffers of dispatch and combine."""
+    """Gathers and sums of rows in dispatch and combine."""
     exposed: Float[Array, "*stack"]
     """The transfers of replicas that attention does not hide, and the waits of ranks for each other there."""
     push: Float[Array, "*stack"]
@@ -210,23 +210,25 @@ def balanced_time(
         away = copies * (1 - 1 / nodes)
     if cost.hierarchical:
         near = copies * (1 - 1 / local)
-        held = 2 * away + arrived + 2 * near + copies
+        gathered = 2 * arrived + 1.5 * copies
         wait = cost.pieces * cost.wait
         between, inside = cost.crossing * away + wait * (nodes > 1), cost.spread * near + wait * (local > 1)
     else:
         near = copies * (local - 1) / ranks
-        held = 2 * (copies - copies / ranks) + copies
+        gathered = 1.5 * copies
         between = jnp.maximum(cost.crossing * away, cost.spread * near) + cost.pieces * cost.wait * (
             ranks > 1
         )
         inside = jnp.zeros_like(between)
+    if cost.exchange != "ragged":  # rows are packed once more on their way back
+        gathered = gathered + 2 * (away + near if cost.hierarchical else copies - copies / ranks)
     compute = cost.copy * copies
     exchange = exposed_exchange(between, inside, compute, cost)
     times = LayerTime(
         attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
         compute=compute,
         exchange=exchange,
-        gather=cost.gather * held,
+        gather=cost.gather * gathered,
         exposed=jnp.zeros_like(copies),
     )
     zero = jnp.zeros(())

@@ -224,7 +224,7 @@ class CostModel:
             copy=self.scale * passes.compute * 2.0 * expert / flops,
             crossing=sent / slow,
             spread=sent / fast,
-            gather=2.0 * row / memory,
+            gather=row / memory,
             fetch=passes.compute * number * expert / fast,
             fetch_across=passes.compute * number * expert / slow,
             move=move,

@@ -4,10 +4,10 @@ Exchanges send lanes that are all as long as the longest, and a batch has buffer
 micro-batches. A maximum is at least the mean, so a sum of rows over lanes, ranks, layers and micro-batches has a least
 price for each row (`relibra_jax.cost.traffic` counts what is sent):
 
-    crossing  its part of a lane between nodes, and of the buffers that send and receive it
+    crossing  its part of a lane between nodes, and the gather that packs it into the send buffer
     inside    the same for a lane inside a node
-    arrival   a row of the buffer of tokens that arrive in a node, with its spare room
-    slot      a row of the buffer of the experts' slots, with its spare room
+    arrival   the gathers of a token that arrives in a node, and its row of a buffer with spare room
+    slot      the gathers of a token copy, and its row of the buffer of the experts' slots
 
 Layers in pieces run the exchange of one piece beside the experts of another. Their time is a convex function of the
 times of hops and experts that grows in proportion with them (`relibra_jax.cost.step_time.exposed_exchange`). So it is
@@ -39,7 +39,7 @@ class RowPrices(NamedTuple):
     """A row that leaves its rank inside a node. Under flat dispatch, a row that leaves its rank, if crossings take
     less."""
     buffer: float
-    """A row that leaves its rank, in the buffers of a flat exchange that sends what is needed; else 0."""
+    """A row that leaves its rank and is packed, under flat dispatch with lanes; else 0."""
     arrival: float
     """A token that visits a node, under hierarchical dispatch; else 0."""
     slot: float
@@ -54,29 +54,29 @@ def row_prices(cost: Price, topology: Topology) -> RowPrices:
         topology: the expert-parallel group.
 
     >>> price = Price(token=0.0, copy=0.0, crossing=4.0, spread=1.0, move=0.0, push=0.0, gather=0.1)
-    >>> row_prices(price, Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)).crossing
-    4.25
+    >>> row_prices(price, Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)).slot
+    0.1625
     """
     crossing, spread, gather = (float(part) for part in (cost.crossing, cost.spread, cost.gather))
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     room = SPARE_ROOM if cost.spare_room else 1.0
     lanes = cost.exchange != "ragged"
     lane = {"ragged": 1.0, "padded": room, "fitted": 1.0 if cost.pieces == 1 else PIECES_LANE}[cost.exchange]
-    slot = gather * room
+    slot = gather * (1 + room / 2)
     if cost.hierarchical:
-        across, within = (
-            2 * parts / max(parts - 1, 1) * lane if lanes else 2 * room for parts in (nodes, local)
-        )
+        across, within = ((1 + parts / max(parts - 1, 1) * lane) * lanes for parts in (nodes, local))
         return RowPrices(
-            lane * crossing + gather * across, lane * spread + gather * within, 0.0, gather * room, slot
+            lane * crossing + gather * across, lane * spread + gather * within, 0.0, gather * (1 + room), slot
         )
     if lanes:
-        away = max(crossing * (ranks - local), spread * (local - 1)) + 2 * ranks * gather
-        return RowPrices(lane * away / max(ranks - local, 1), lane * away / max(ranks - 1, 1), 0.0, 0.0, slot)
+        away = max(crossing * (ranks - local), spread * (local - 1)) + ranks * gather
+        return RowPrices(
+            lane * away / max(ranks - local, 1), lane * away / max(ranks - 1, 1), gather, 0.0, slot
+        )
     if nodes > 1 and spread:
         # What leaves a rank is divided between the networks so that both take equally long.
         spread *= crossing / (crossing + spread)
-    return RowPrices(crossing, spread, 2 * room * gather, 0.0, slot)
+    return RowPrices(crossing, spread, 0.0, 0.0, slot)
 
 
 def linear_price(cost: Price, *, crossings: float, copies: float) -> Price:

@@ -13,7 +13,7 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
                dispatch and combine, and what is beside the work of another piece does not count (`exposed_exchange`)
     stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
                before dispatch
-    gather     rows of the exchange's buffers x ``gather``
+    gather     rows that gathers and sums read or write x ``gather``
     exposed    time to transfer replicas, less the attention that hides it; and half of ``wait``, which nothing hides,
                because ranks meet to fetch replicas and to return gradients, and four times to exchange rows
 
@@ -54,7 +54,7 @@ class RankTime(NamedTuple):
     stripe: Float[Array, "M L N G"]
     """Dealing tokens to the ranks of the node, before dispatch and after combine; 0 if layers are not striped."""
     gather: Float[Array, "M L N G"]
-    """Reading and writing the buffers of dispatch and combine."""
+    """Gathers and sums of rows in dispatch and combine."""
     fetch: Float[Array, "M L N G"]
     """Sending and receiving replicas, at the same time as attention."""
     meeting: Float[Array, "M L N G"]
@@ -72,7 +72,7 @@ class LayerTime(NamedTuple):
     """Dispatch and combine, with the dealing of tokens of striped layers. With several pieces, without what is beside
     experts."""
     gather: Float[Array, "M L"]
-    """Reading and writing the buffers of dispatch and combine."""
+    """Gathers and sums of rows in dispatch and combine."""
     exposed: Float[Array, "M L"]
     """The transfers of replicas that attention does not hide, and the waits of ranks for each other there."""
 
@@ -178,7 +178,7 @@ def rank_time(
         inside=inside,
         # Ranks deal all positions of their sequences, which are equally many on all of them.
         stripe=jnp.broadcast_to(cost.stripe * copies.max() + cost.wait * cost.striped, compute.shape),
-        gather=cost.gather * sent.buffers,
+        gather=cost.gather * sent.gathered,
         fetch=fetch - opening,
         meeting=jnp.where(fetch.max() > 0, jnp.full_like(fetch, cost.wait / 2 + opening), 0.0),
     )

@@ -41,9 +41,10 @@ class Sent(NamedTuple):
     """Rows that a rank sends or receives between nodes, whichever is more."""
     inside: Float[Array, "*stack N G"]
     """Rows that a rank sends or receives inside its node, whichever is more."""
-    buffers: Float[Array, "*stack N G"]
-    """Rows of all buffers that dispatch fills: what its hops send and receive, the tokens that arrive in the first of
-    two hops, and the rows of the slots."""
+    gathered: Float[Array, "*stack N G"]
+    """Rows that gathers and sums read or write for an exchange, in the mean of dispatch and combine: the rows of tokens
+    and slots that they read, and the buffers that they write. Exchanges read and write buffers while they send. The
+    sums of a rank's own tokens, one row for K copies, are left out."""
 
 
 def count_experts(
@@ -169,16 +170,15 @@ def _flat_sent(
 ) -> Sent:
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
+    leaving, arriving = pairs.sum((4, 5)), pairs.sum((2, 3))
     if cost.exchange == "ragged":
-        traffic = _flat_traffic(pairs)
-        slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-        others = (traffic.slow_sent + traffic.fast_sent, traffic.slow_received + traffic.fast_received)
-        buffers = sum(map(room, others)) + slots
-        return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
+        slow, fast = busier_way(_flat_traffic(pairs), shared_link=cost.shared_link)
+        return Sent(slow, fast, leaving + room(leaving) / 2)
     (lane,) = _lanes(cost, [_flat_lanes(pairs, topology)], room)
-    buffers = 2 * ranks * lane + slots
+    kept = pairs.reshape(*shape[:2], ranks, ranks).diagonal(axis1=2, axis2=3).reshape(shape)
+    gathered = ranks * lane + leaving + arriving - kept + slots / 2
     return Sent(
-        *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
+        *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, gathered))
     )
 
 
@@ -194,16 +194,22 @@ def _hierarchical_sent(
     slots = room(plans.quota.sum(-1))
     traffic = _hierarchical_traffic(pairs, visits, topology)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
-    arrived = room(jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2))
+    by_node = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes)
+    tokens, arriving = by_node.sum(4), jnp.moveaxis(by_node.sum(2), 2, 3)
+    arrived = room(arriving)
+    # The copies of arrived tokens, by the rank at which they arrived.
+    copies = jnp.moveaxis(pairs.sum((2, 5)), 2, 3)
     if cost.exchange == "ragged":
-        buffers = sum(map(room, traffic)) + arrived + slots
-        return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
+        gathered = tokens + room(tokens) / 2 + arrived / 2 + copies + room(copies) / 2
+        return Sent(slow, fast, gathered)
     across, inside = _lanes(cost, _hierarchical_lanes(pairs, visits, topology), room)
-    buffers = 2 * nodes * across + arrived + 2 * local * inside + slots
+    # Of the rows that leave and those that arrive, the kept ones are the same and are not packed.
+    gathered = nodes * across + local * inside + arrived + slots / 2
+    gathered += arriving + traffic.slow_sent + pairs.sum((2, 3)) + traffic.fast_sent
     return Sent(
         *(
             jnp.broadcast_to(each, slow.shape)
-            for each in ((nodes - 1) * across, (local - 1) * inside, buffers)
+            for each in ((nodes - 1) * across, (local - 1) * inside, gathered)
         )
     )
 
