@@ -157,7 +157,7 @@ def test_float8_settings_apply_to_generation_and_recompute(monkeypatch):
     monkeypatch.setattr("experiments.rl.trainer.recompute_planned", recording)
     exact, rollout = make(), make(float8_above=0.0)
     responses = [
-        trainer.sampler.respond(trainer.sampler.examples(0), jax.random.key(0))
+        trainer.sampler.respond(trainer.sampler.examples(0), jax.random.key(0)).responses
         for trainer in (exact, rollout)
     ]
     first = responses[0].response_mask.argmax(1)  # the first sampled token, which depends only on the prompt
