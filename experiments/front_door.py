@@ -195,7 +195,7 @@ def shares_in_pieces(outcome: Outcome, pieces: int) -> tuple[float, float]:
 def hops_at_once(outcome: Outcome) -> float:
     """Return the share of balanced if exchanges sent only needed rows, over both networks at the same time."""
     topology, (batch,), (visits,) = outcome.setting.topology, outcome.batches, outcome.visits
-    cost = dataclasses.replace(outcome.cost_model, exchange="ragged").price(topology)
+    cost = dataclasses.replace(outcome.cost_model, exchange="needed").price(topology)
     attention, _ = attention_time(batch.batch_plan.assignment, batch.lengths, cost)
     ranks = _rank_time(batch.batch_plan.layer_plans(), attention, topology, cost, visits=visits)
     between, inside, at_once = (

@@ -30,7 +30,7 @@ COST_MODEL = CostModel(
     cluster=CLUSTERS["h100"],
     model=dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=32),
     path="flat",
-    exchange="ragged",
+    exchange="needed",
     scale=100.0,
 )
 TOP_K = 8

@@ -231,10 +231,10 @@ def test_batch_time_hides_the_transfer_of_replicas_behind_attention(batch_plan):
     assert float(batch_time(batch_plan, 1000 * LENGTHS, TOPOLOGY, price()).exposed) == 0
 
 
-@pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["ragged", "padded"])
+@pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["needed", "padded"])
 def test_batch_time_with_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
     """A token that stands for 16 costs what 16 samples of the same length cost."""
-    cost_model = FLAT if cost.exchange == "ragged" else dataclasses.replace(FLAT, exchange="padded")
+    cost_model = FLAT if cost.exchange == "needed" else dataclasses.replace(FLAT, exchange="padded")
     sample = np.repeat(batch_plan.assignment.sample, 16, axis=-1)
     big = BatchPlan(
         Assignment(sample), 16 * batch_plan.load, batch_plan.plan._replace(quota=16 * batch_plan.plan.quota)

@@ -140,7 +140,7 @@ def test_outcome_waits_for_the_lanes_that_exchanges_send(trace, dispatch):
     """A fitted exchange waits for no more than a padded one, and one without lanes for what the busiest rank needs."""
     planned = [plan_last(PLANNERS["relibra"], setting_of(trace))]
     waits = []
-    for exchange in ("padded", "fitted", "ragged"):
+    for exchange in ("padded", "fitted", "needed"):
         setting = setting_of(trace, exchange=exchange, dispatch=dispatch)
         outcome = Outcome("relibra", PLANNERS["relibra"], setting, planned)
         waits.append((outcome.waited_between, outcome.waited_inside))

@@ -213,7 +213,7 @@ def test_cluster_of_names_an_unknown_device_once(capsys, kind, name):
 def test_balancer_cost_is_of_what_runs():
     runs = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat"}
     cost = balancer_of(static(), runs=runs, cost=COST, sequences="packed").cost
-    assert (cost.path, cost.exchange, cost.fetch, cost.sequences) == ("flat", "ragged", "ragged", "packed")
+    assert (cost.path, cost.exchange, cost.fetch, cost.sequences) == ("flat", "needed", "ragged", "packed")
     topology = topology_of(1, 4)
     mesh = expert_mesh(topology, data=2)
     assert balancer_of(static(), topology, mesh, cost=COST).cost.data_parallel == 2

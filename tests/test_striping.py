@@ -138,7 +138,7 @@ def test_estimates_of_striped_times_are_exact_where_the_tokens_of_a_sample_are_a
     replay = RoutingReplay(np.broadcast_to(favourite, (8, 64, 1, 2)), np.ones((8, 64), bool))
     model = dataclasses.replace(MODEL, num_experts=16)
     cluster = dataclasses.replace(CLUSTER, memory_bandwidth=1e15)  # buffers are rounded up
-    price = CostModel(cluster=cluster, model=model, exchange="ragged", striped=True).price(topology)
+    price = CostModel(cluster=cluster, model=model, exchange="needed", striped=True).price(topology)
     batch, planner = count_batch(replay, topology), static()
     state = planner.init(topology, 1, key=jax.random.key(0))
     options = {"stages": 1, "cost": price, "key": jax.random.key(0)}

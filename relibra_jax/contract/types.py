@@ -295,8 +295,8 @@ class Price:
     because one compiled planner tries both."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
-    exchange: str = field(default="ragged", metadata={"static": True})
-    """The exchange of tokens: ``padded``, ``fitted`` or ``ragged``."""
+    exchange: str = field(default="needed", metadata={"static": True})
+    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``needed`` for one that sends what is needed."""
     fetches: str = field(default="ragged", metadata={"static": True})
     """The exchange of replicas."""
     sequences: str = field(default="packed", metadata={"static": True})

@@ -23,7 +23,15 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology, check_shape
 from relibra_jax.cost.copies import push_time, reorder_time
-from relibra_jax.cost.step_time import LayerTime, attention_time, exposed_exchange, layer_time, rank_time
+from relibra_jax.cost.step_time import (
+    LayerTime,
+    attention_time,
+    exposed_exchange,
+    kind_between,
+    layer_time,
+    rank_time,
+)
+from relibra_jax.routing.exchange_rules import IN_LANES
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -220,8 +228,13 @@ def balanced_time(
             ranks > 1
         )
         inside = jnp.zeros_like(between)
-    if cost.exchange != "ragged":  # rows are packed once more on their way back
-        gathered = gathered + 2 * (away + near if cost.hierarchical else copies - copies / ranks)
+    # Where there are lanes, rows are packed once more on their way back.
+    if cost.hierarchical:
+        gathered = gathered + 2 * (
+            away * (kind_between(cost) in IN_LANES) + near * (cost.exchange in IN_LANES)
+        )
+    elif cost.exchange in IN_LANES:
+        gathered = gathered + 2 * (copies - copies / ranks)
     compute = cost.copy * copies
     exchange = exposed_exchange(between, inside, compute, cost)
     times = LayerTime(

@@ -90,8 +90,9 @@ class CostModel:
     """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
     for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
     exchange: str = AUTO
-    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run. Ragged is priced as
-    what is needed: rows that a rank keeps take no time, although a ragged exchange copies them."""
+    """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run. A ragged exchange is
+    fitted between nodes; the rows that a rank keeps take no time, although it copies them. ``needed`` prices exchanges
+    that send what is needed between nodes too, with which no layer runs."""
     fetch: str = AUTO
     """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
     striped: bool | None = None
@@ -140,7 +141,7 @@ class CostModel:
         count_passes(self.updates, recompute=self.recompute)
         _check_numbers(self.cluster, self.model)
         fetches = (AUTO, "padded", "ragged")
-        kinds = (*fetches, "fitted")
+        kinds = (*fetches, "fitted", "needed")
         for name, names in (
             ("path", (AUTO, *PATHS)),
             ("exchange", kinds),
@@ -158,8 +159,9 @@ class CostModel:
             topology: the expert-parallel group.
 
         Raises:
-            ValueError: if the topology has fewer experts than the model. It may have more, because a model whose
-                experts do not divide over the ranks is padded with experts that no token is routed to.
+            ValueError: if a ragged exchange would be flat over several nodes, or if the topology has fewer experts than
+                the model. It may have more, because a model whose experts do not divide over the ranks is padded with
+                experts that no token is routed to.
         """
         if topology.num_experts < self.model.num_experts:
             raise ValueError(
@@ -167,6 +169,8 @@ class CostModel:
                 f" num_experts={topology.num_experts}"
             )
         path = choose_path(topology.num_nodes, self.model.top_k) if self.path == AUTO else self.path
+        if self.exchange == "ragged" and path == "flat" and topology.num_nodes > 1:
+            raise ValueError("cost: exchange='ragged' works only inside a node: use path='hierarchical'")
         kinds = {
             "path": path,
             "exchange": exchange_choices(on_gpu=True)[0],

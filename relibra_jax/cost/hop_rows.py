@@ -49,16 +49,11 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         run: the cost model, without ``auto``, as `CostModel.on` returns it.
         topology: the expert-parallel group.
         tokens: t, the number of tokens of a rank.
-
-    Raises:
-        ValueError: if a ragged exchange would be flat over several nodes.
     """
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     copies = float(tokens * run.model.top_k)
     slots = room(copies, run)
     if run.path == "flat":
-        if run.exchange == "ragged" and nodes > 1:
-            raise ValueError("exchange='ragged' works only inside a node: use path='hierarchical'")
         part = copies / ranks
         return (
             _hop(

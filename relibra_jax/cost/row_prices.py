@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from relibra_jax.contract.types import Price, Topology
-from relibra_jax.cost.step_time import exposed_exchange
+from relibra_jax.cost.step_time import exposed_exchange, kind_between
 
 SPARE_ROOM: Final = 1.25
 """The least size of a buffer with spare room, as a multiple of the rows that it needs."""
@@ -60,15 +60,19 @@ def row_prices(cost: Price, topology: Topology) -> RowPrices:
     crossing, spread, gather = (float(part) for part in (cost.crossing, cost.spread, cost.gather))
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     room = SPARE_ROOM if cost.spare_room else 1.0
-    lanes = cost.exchange != "ragged"
-    lane = {"ragged": 1.0, "padded": room, "fitted": 1.0 if cost.pieces == 1 else PIECES_LANE}[cost.exchange]
+    lanes = {"padded": room, "fitted": 1.0 if cost.pieces == 1 else PIECES_LANE}
     slot = gather * (1 + room / 2)
     if cost.hierarchical:
-        across, within = ((1 + parts / max(parts - 1, 1) * lane) * lanes for parts in (nodes, local))
-        return RowPrices(
-            lane * crossing + gather * across, lane * spread + gather * within, 0.0, gather * (1 + room), slot
+        hops = ((kind_between(cost), crossing, nodes), (cost.exchange, spread, local))
+        across, within = (
+            lanes[kind] * price + gather * (1 + parts / max(parts - 1, 1) * lanes[kind])
+            if kind in lanes
+            else price
+            for kind, price, parts in hops
         )
-    if lanes:
+        return RowPrices(across, within, 0.0, gather * (1 + room), slot)
+    if cost.exchange in lanes:
+        lane = lanes[cost.exchange]
         away = max(crossing * (ranks - local), spread * (local - 1)) + ranks * gather
         return RowPrices(
             lane * away / max(ranks - local, 1), lane * away / max(ranks - 1, 1), gather, 0.0, slot
@@ -114,7 +118,12 @@ def waits(cost: Price, topology: Topology) -> float:
     """
     hops = [parts > 1 for parts in (topology.num_nodes, topology.ranks_per_node)]
     number = sum(hops) if cost.hierarchical else int(any(hops))
-    fitted, striped = cost.exchange == "fitted", float(cost.wait) * cost.striped
+    striped = float(cost.wait) * cost.striped
+    kinds = (kind_between(cost), cost.exchange)
     if cost.pieces > 1:
-        return striped + float(cost.choice) / 2 * fitted
-    return striped + number * (float(cost.wait) + float(cost.choice) * fitted)
+        return striped + float(cost.choice) / 2 * ("fitted" in kinds)
+    if not cost.hierarchical:
+        kinds = (cost.exchange,)[: int(any(hops))]
+    else:
+        kinds = tuple(kind for kind, is_hop in zip(kinds, hops, strict=True) if is_hop)
+    return striped + number * float(cost.wait) + kinds.count("fitted") * float(cost.choice)

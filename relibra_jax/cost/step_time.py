@@ -196,11 +196,19 @@ def hop_times(
         topology: the expert-parallel group.
         cost: the price.
     """
-    chooses = cost.exchange == "fitted" and cost.pieces == 1
-    fixed = cost.pieces * cost.wait + (cost.choice if chooses else 0.0)
-    between = cost.crossing * sent.between + fixed * (topology.num_nodes > 1)
-    inside = cost.spread * sent.inside + fixed * (topology.ranks_per_node > 1)
+
+    def fixed(kind: str, ranks: int) -> Array | float:
+        chooses = kind == "fitted" and cost.pieces == 1
+        return cost.pieces * cost.wait + (cost.choice if chooses else 0.0) if ranks > 1 else 0.0
+
+    between = cost.crossing * sent.between + fixed(kind_between(cost), topology.num_nodes)
+    inside = cost.spread * sent.inside + fixed(cost.exchange, topology.ranks_per_node)
     return jnp.asarray(between), jnp.asarray(inside)
+
+
+def kind_between(cost: Price) -> str:
+    """Return the kind of the exchange between nodes: fitted, where that inside nodes is ragged."""
+    return "fitted" if cost.exchange == "ragged" and cost.hierarchical else cost.exchange
 
 
 @checks_arguments
@@ -221,7 +229,7 @@ def layer_time(time: RankTime, cost: Price) -> LayerTime:
     )
     exposed = jnp.maximum(fetch - attention, 0) + meeting
     exchange = exposed_exchange(between, inside, compute, cost)
-    if cost.pieces > 1 and cost.exchange == "fitted":  # one choice for dispatch and combine, at all hops
+    if cost.pieces > 1 and kind_between(cost) == "fitted":  # one choice for dispatch and combine, at all hops
         exchange = exchange + cost.choice / 2
     return LayerTime(attention, compute, exchange + stripe, gather, exposed)
 

@@ -7,6 +7,7 @@ any layer and micro-batch, with the spare room of its buffers; a fitted one as m
 layer and micro-batch needs, or with pieces as much of all lanes as the longest of any hop needs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape
+from relibra_jax.routing.exchange_rules import IN_LANES
 from relibra_jax.routing.sizes import fitted_lane, layer_sixteenths, padded_rows
 from relibra_jax.routing.split import pair_load
 
@@ -171,7 +173,7 @@ def _flat_sent(
     ranks, local = topology.num_ranks, topology.ranks_per_node
     slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
     leaving, arriving = pairs.sum((4, 5)), pairs.sum((2, 3))
-    if cost.exchange == "ragged":
+    if cost.exchange not in IN_LANES:
         slow, fast = busier_way(_flat_traffic(pairs), shared_link=cost.shared_link)
         return Sent(slow, fast, leaving + room(leaving) / 2)
     (lane,) = _lanes(cost, [_flat_lanes(pairs, topology)], room)
@@ -199,10 +201,15 @@ def _hierarchical_sent(
     arrived = room(arriving)
     # The copies of arrived tokens, by the rank at which they arrived.
     copies = jnp.moveaxis(pairs.sum((2, 5)), 2, 3)
-    if cost.exchange == "ragged":
+    if cost.exchange == "needed":
         gathered = tokens + room(tokens) / 2 + arrived / 2 + copies + room(copies) / 2
         return Sent(slow, fast, gathered)
-    across, inside = _lanes(cost, _hierarchical_lanes(pairs, visits, topology), room)
+    lanes = _hierarchical_lanes(pairs, visits, topology)
+    if cost.exchange == "ragged":
+        (across,) = _lanes(dataclasses.replace(cost, exchange="fitted"), lanes[:1], room)
+        gathered = nodes * across + traffic.slow_sent + arriving + arrived + copies + room(copies) / 2
+        return Sent(jnp.broadcast_to((nodes - 1) * across, slow.shape), fast, gathered)
+    across, inside = _lanes(cost, lanes, room)
     # Of the rows that leave and those that arrive, the kept ones are the same and are not packed.
     gathered = nodes * across + local * inside + arrived + slots / 2
     gathered += arriving + traffic.slow_sent + pairs.sum((2, 3)) + traffic.fast_sent

@@ -211,7 +211,7 @@ class Outcome:
     @column()
     def share_as_needed(self) -> float:
         """Share if exchanges sent only the rows that are needed, without padding."""
-        needed = dataclasses.replace(self.cost_model, exchange="ragged")
+        needed = dataclasses.replace(self.cost_model, exchange="needed")
         return self.balanced_seconds / _mean_seconds(self._times_at(needed))
 
     @column()

@@ -97,9 +97,9 @@ class Costs:
     dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
     """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical).
     By default what layers run: hierarchical if there are several nodes and a token has several experts."""
-    exchange: Literal["auto", "padded", "fitted", "ragged"] = "auto"
+    exchange: Literal["auto", "padded", "fitted", "ragged", "needed"] = "auto"
     """What an exchange sends: lanes as long as the longest of the batch (padded) or of the layer and micro-batch
-    (fitted), or only needed rows (ragged).
+    (fitted), only needed rows inside nodes and the latter between them (ragged), or only needed rows (needed).
     By default what layers run on GPUs: fitted."""
     sequence_layout: Literal["packed", "padded"] = "packed"
     """How samples lie in sequences: several in one (packed), or each in one of its own, as long as the longest."""

@@ -31,11 +31,10 @@ from jaxtyping import Int, Num
 
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
+from relibra_jax.routing.exchange_rules import IN_LANES
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
 
-IN_LANES: Final = ("padded", "fitted")
-"""The kinds whose buffers have a lane of equal length for every rank."""
 NCCL_EP: Final = "nccl_ep"
 KINDS: Final = (*IN_LANES, "ragged", "emulated", NCCL_EP)
 UPDATES: Final = 64

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import agree_on_kernels
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
-from relibra_jax.execution.exchange import IN_LANES, KINDS, NCCL_EP, Exchange
+from relibra_jax.execution.exchange import KINDS, NCCL_EP, Exchange
 from relibra_jax.execution.exchange_verdicts import is_proven
 from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, travels_in_pieces
 from relibra_jax.execution.mesh import (
@@ -31,6 +31,7 @@ from relibra_jax.execution.mesh import (
 )
 from relibra_jax.routing.exchange_rules import (
     AUTO,
+    IN_LANES,
     PATHS,
     REPLICA_FETCH,
     Way,

@@ -145,7 +145,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     runs: dict[str, Any] = {
         "path": kinds.path,
         "exchange": priced_kind(kinds.exchange),
-        "fetch": priced_kind(kinds.fetch),
+        "fetch": "padded" if kinds.fetch == "padded" else "ragged",
         "striped": kinds.striped,
         "across_nodes": parallel.across_nodes,
         "pieces": parallel.pieces,
@@ -165,8 +165,8 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
 
 
 def priced_kind(kind: str) -> str:
-    """Return the kind of exchange whose data a kind of exchange sends: those without lanes send what is needed."""
-    return kind if kind in IN_LANES else "ragged"
+    """Return the kind of exchange of tokens as which another is priced, if it has no price of its own."""
+    return kind if kind in (*IN_LANES, "ragged") else "needed"
 
 
 def with_dtype_of(cost: CostModel, model: nnx.Module) -> CostModel:

@@ -42,7 +42,7 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
         each = zip(planners, state, strict=True)
         plans, states = zip(*(p.update(request, own, topology) for p, own in each), strict=True)
         price = request.price
-        flat = dataclasses.replace(price, hierarchical=False, exchange="ragged", fetches="ragged", gather=0.0)
+        flat = dataclasses.replace(price, hierarchical=False, exchange="needed", fetches="ragged", gather=0.0)
         attention = price.token * _positions(request)
         best, least = plans[0], None
         for plan in plans:

@@ -8,6 +8,8 @@ from typing import Final, NamedTuple
 AUTO: Final = "auto"
 """The value that lets the library choose what suits the mesh and the model."""
 PATHS: Final = ("flat", "hierarchical")
+IN_LANES: Final = ("padded", "fitted")
+"""The kinds of token exchange whose buffers have a lane of equal length for every rank."""
 REPLICA_FETCH: Final = "padded"
 """The fetch of replicas that ``auto`` chooses."""
 STRIPED_EXPERTS: Final = 4

@@ -27,5 +27,5 @@ MODEL = Model(
     cache_width=6,
     cache_heads=2,
 )
-NEEDED = CostModel(cluster=CLUSTER, model=MODEL, exchange="ragged", fetch="ragged")
+NEEDED = CostModel(cluster=CLUSTER, model=MODEL, exchange="needed", fetch="ragged")
 """The cost model of exchanges that send the rows that are needed, on the path that ``auto`` chooses."""
