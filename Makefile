@@ -9,7 +9,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick aot-full check check-long lowest x64 format hooks wheel \
+.PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick aot-compilers aot-full check check-long lowest x64 format hooks wheel \
     lock clean
 
 help:  ## list the targets
@@ -55,6 +55,8 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
+aot-compilers: .venv-aot-ptxas/installed .venv-aot-newest/installed  ## install other compilers, with which make aot then compiles kernels too
+
 aot-full: .venv-aot/installed  ## compile updates and generation of whole published models, and check that they fit; half an hour
 	JAX_PLATFORMS=cpu $(AOT) -m experiments.aot.whole
 
@@ -83,6 +85,7 @@ check-long: $(VENV)/installed  ## run what takes minutes: long tests, other vers
 	$(VENV)/bin/relibra compare --ablation
 	$(RUN) -m experiments.count_buffers
 	$(MAKE) attack
+	$(if $(AOT_HERE),$(MAKE) aot-compilers)
 	$(if $(AOT_HERE),$(MAKE) aot aot-full)
 
 format: $(VENV)/installed  ## format the code
@@ -126,6 +129,20 @@ wheel: .venv/installed  ## build a release in dist/, and try the wheel in an env
 	    -r requirements-aot.lock
 	@touch $@
 
+# The assembler of the oldest CUDA that has these wheels. It is not a venv, since CUDA_ROOT chooses it.
+.venv-aot-ptxas/installed: .venv-aot/installed
+	rm -rf .venv-aot-ptxas
+	.venv/bin/python $(PIP) --no-deps --target .venv-aot-ptxas nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88
+	@touch $@
+
+# Without a lock, like .venv-newest.
+.venv-aot-newest/installed: .venv-aot/installed
+	.venv/bin/python -m venv --clear --without-pip .venv-aot-newest
+	cp "$$($(AOT) $(SITE))/base.pth" "$$(.venv-aot-newest/bin/python $(SITE))"
+	.venv/bin/python -m pip --python .venv-aot-newest/bin/python install --quiet --disable-pip-version-check --no-deps \
+	    --upgrade jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
 .venv-lowest/installed: requirements-lowest.lock pyproject.toml
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv --clear .venv-lowest
@@ -148,4 +165,4 @@ lock:  ## renew the locks
 	rm -rf .venv-lock
 
 clean:  ## remove environments and output
-	rm -rf .venv .venv-aot .venv-lock .venv-lowest .venv-newest .venv-wheel out dist
+	rm -rf .venv .venv-aot .venv-aot-newest .venv-aot-ptxas .venv-lock .venv-lowest .venv-newest .venv-wheel out dist

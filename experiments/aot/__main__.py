@@ -14,7 +14,8 @@ It compiles these programs:
 - the program that migrates experts;
 - attention, and a language model that uses it for packed sequences;
 - layers on one node of 8 ranks whose replicas a kernel pulls;
-- the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family.
+- the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family;
+- the kernels of one model with another assembler and with the newest JAX, if ``make aot-compilers`` has installed them.
 
 Each group of programs is a step of a ladder, a process with a time limit; two to four run at the same time. Findings go
 to ``out/aot.jsonl`` immediately.
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.aot.checks import STACKS, stack_name
+from experiments.aot.compilers import COMPILERS
 from experiments.aot.gpus import GPUS
 from experiments.ladder.record import Record, read_record
 from experiments.ladder.steps import Step, run_ladder
@@ -69,6 +71,11 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
         ),
         *([] if quick else [step("remote fetch", "remote:check_remote")]),
         *(step(f"Hopper kernels, {model}", "kernels:check_kernels", model) for model in list(MODELS)[:most]),
+        *(
+            step(f"Hopper kernels, {name}", "compilers:check_compiler", name)
+            for name, compiler in COMPILERS.items()
+            if not quick and compiler.why_not is None
+        ),
         *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[:most]),
         step("migration", "migration:check_migration"),
         step("attention", "attention:check_attention"),
@@ -88,6 +95,9 @@ def main(*, quick: bool = False) -> int:
     start = time.monotonic()
     RECORD.unlink(missing_ok=True)
     steps = aot_steps(quick=quick)
+    for name, compiler in COMPILERS.items():
+        if not quick and compiler.why_not is not None:
+            print(f"Hopper kernels, {name}: skipped: {compiler.why_not}", flush=True)
     # XLA mostly uses one core for a program.
     workers = min(len(os.sched_getaffinity(0)), 4)
     outcomes = run_ladder(

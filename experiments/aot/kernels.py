@@ -1,10 +1,13 @@
 """Compile the Hopper kernels at the shapes of published models, and check registers and shared memory.
 
 The shapes are those of one rank of eight, with its home slots, two replica slots and 32,768 rows. One model also has
-two resident slots. Another is also compiled with home slots alone and so few rows that tiles take one warpgroup. The
-heuristic chooses the tile sizes; for two models, tiles of clusters, which tuning may choose, are compiled as well. The
-assembler, ptxas, reports what makes kernels slow: registers that it spilled to memory, and products (wgmma) that it
-serialised.
+two resident slots. Another is also compiled with home slots alone and so few rows that row products have tiles of 64
+rows. The heuristic chooses the tile sizes. Tiles of clusters, which tuning may choose, are compiled as well, of 128
+rows for two models and of 64 for one.
+
+The assembler, ptxas, reports what makes kernels slow: registers that it spilled to memory, and products (wgmma) that it
+serialised. It also reports the registers of a thread. With too many, a kernel cannot be launched. With too few, its
+warpgroups wait for more forever.
 
 Two programs with bad tiles show that the checks reject them: one whose accumulators do not fit into registers, and one
 whose steps do not fit into shared memory.
@@ -17,10 +20,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 from unittest import mock
 
 import jax
+from jax.experimental.mosaic.gpu import core as mosaic_core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.findings import Finding, print_findings
@@ -28,7 +32,13 @@ from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
 from pallas_kernels.grouped_dot import mosaic as grouped_dot_mosaic
 from pallas_kernels.grouped_mlp import mosaic as grouped_mlp_mosaic
-from pallas_kernels.hopper.persistent_kernel import TileSizes
+from pallas_kernels.hopper.persistent_kernel import (
+    COPY_REGISTERS,
+    MULTIPLY_REGISTERS,
+    SHARED_MEMORY_BYTES,
+    WARPGROUP_HEIGHT,
+    TileSizes,
+)
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, Problem, choose_tile_sizes
 from relibra_jax.contract.types import Topology
 
@@ -36,7 +46,7 @@ type Part = Literal["products", "mlp"]
 """The computation of a program: the three grouped products, or the grouped MLP with gradients."""
 
 ROWS: Final = 32_768
-FEW_ROWS: Final = 1024
+FEW_ROWS: Final = 512
 KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
 """The number of kernels of a program: three products, or for the MLP two forward and three backward."""
 REQUIREMENTS: Final[Mapping[Part, str]] = {
@@ -46,6 +56,10 @@ REQUIREMENTS: Final[Mapping[Part, str]] = {
 MOST_SPILLED: Final = 64
 """The bytes that a kernel may spill. A pointer that is read once per group may be spilled; spilled accumulators would
 take thousands of bytes."""
+WARPGROUP_THREADS: Final = 128
+BLOCK_REGISTERS: Final = 65_536
+"""The registers of a multiprocessor, and so the most of a block, on compute capability 9.0."""
+REGISTERS: Final = "registers: enough to launch, and to move between warpgroups"
 BAD_TILES: Final = "bad tiles, which the checks must reject: they spill, or do not fit into shared memory"
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled per kernel, no serialised product"
 
@@ -90,6 +104,7 @@ KERNEL_CASES: Final = [
         for model in ("Qwen3-235B-A22B", "GPT-OSS-120B")
         for part in PARTS
     ),
+    *(KernelCase("Qwen3-30B-A3B", part, tiles=(("height", 64), ("cluster", 2))) for part in PARTS),
     KernelCase("Qwen3-30B-A3B", "mlp", tiles=(("width", 192), ("stages", 3)), sound=False),
     KernelCase("Qwen3-30B-A3B", "products", tiles=(("stages", 9),), sound=False),
 ]
@@ -102,6 +117,10 @@ class Compiled(NamedTuple):
     """The number of kernels that it launches."""
     temporary: int
     """The bytes of its temporary buffers."""
+    shared: int
+    """The most bytes of shared memory that a block of one of its kernels uses."""
+    heights: frozenset[int]
+    """The numbers of rows of its kernels' tiles."""
     assembled: str
     """The text that ptxas printed."""
 
@@ -116,16 +135,35 @@ def check_kernels(model: str) -> None:
 def compile_kernels(case: KernelCase) -> Compiled | str:
     """Compile one program; returns its measurements, or the compiler's error message if compilation fails."""
 
+    heights, shared = set[int](), list[int]()
+    count_bytes = mosaic_core._smem_tree_size
+
     def choose(problem: Problem) -> TileSizes:
-        return choose_tile_sizes(problem)._replace(**dict(case.tiles))
+        tiles = choose_tile_sizes(problem)._replace(**dict(case.tiles))
+        heights.add(tiles.height)
+        return tiles
+
+    def record_bytes(buffers: Any) -> int:
+        shared.append(count_bytes(buffers))
+        return shared[-1]
 
     with contextlib.ExitStack() as stack:
         for module in (grouped_dot_mosaic, grouped_mlp_mosaic):
             stack.enter_context(mock.patch.object(module, "choose_tile_sizes", choose))
-        return _compile(case)
+        stack.enter_context(mock.patch.object(mosaic_core, "_smem_tree_size", record_bytes))
+        compiled = _compile(case)
+    if isinstance(compiled, str):
+        return compiled
+    program, assembled = compiled
+    text, memory = program.as_text(), program.memory_analysis()
+    if text is None or memory is None:
+        raise RuntimeError("this backend does not provide the text or the memory use of the compiled program")
+    kernels = text.count('custom_call_target="mosaic_gpu')
+    return Compiled(kernels, memory.temp_size_in_bytes, max(shared), frozenset(heights), assembled)
 
 
-def _compile(case: KernelCase) -> Compiled | str:
+def _compile(case: KernelCase) -> tuple[jax.stages.Compiled, str] | str:
+    """Return the compiled program and what ptxas printed, or the error message."""
     shape = MODELS[case.model]
     mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
 
@@ -154,13 +192,9 @@ def _compile(case: KernelCase) -> Compiled | str:
             lowered = jax.jit(products).lower(rows, weights, sizes, array(case.rows, shape.expert_width))
         else:
             lowered = jax.jit(mlp).lower(rows, weights, sizes, scale, rows)
-        compiled, assembled = with_ptxas(lowered.compile)
+        return with_ptxas(lowered.compile)
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0][:120]
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    if text is None or memory is None:
-        raise RuntimeError("this backend does not provide the text or the memory use of the compiled program")
-    return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes, assembled)
 
 
 def with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
@@ -202,9 +236,14 @@ def _judge_kernels(case: KernelCase, program: Compiled | str) -> Iterator[Findin
     if isinstance(program, str):
         yield Finding(case.name, REQUIREMENTS[case.part], program, False)
         return
-    result = f"{program.kernels}, {program.temporary / 1e6:.0f} MB temporary"
-    yield Finding(case.name, REQUIREMENTS[case.part], result, program.kernels == KERNELS[case.part])
+    result = (
+        f"{program.kernels}, {program.temporary / 1e6:.0f} MB temporary,"
+        f" {program.shared:,} of {SHARED_MEMORY_BYTES:,} bytes of shared memory"
+    )
+    good = program.kernels == KERNELS[case.part] and program.shared <= SHARED_MEMORY_BYTES
+    yield Finding(case.name, REQUIREMENTS[case.part], result, good)
     yield _judge_assembled(case, program.assembled)
+    yield _judge_registers(case, program)
 
 
 def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
@@ -218,3 +257,31 @@ def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
     )
     good = len(spilled) == KERNELS[case.part] and max(spilled) <= MOST_SPILLED and not wait + ignored
     return Finding(case.name, f"{case.part}: {SOUND}", result, good)
+
+
+def _judge_registers(case: KernelCase, program: Compiled) -> Finding:
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", program.assembled)]
+    good = len(registers) == KERNELS[case.part] and all(
+        any(_registers_fit(count, height) for height in program.heights) for count in registers
+    )
+    heights = " or ".join(map(str, sorted(program.heights)))
+    result = f"{', '.join(map(str, registers))} for a thread, in tiles of {heights} rows"
+    return Finding(case.name, f"{case.part}: {REGISTERS}", result, good)
+
+
+def _registers_fit(count: int, height: int) -> bool:
+    """Return whether blocks for tiles of a height can be launched with so many registers for each thread.
+
+    All warpgroups start with as many. Then the one that copies gives some back, and the others wait until they have got
+    more. So the sum must not grow, or they wait forever.
+    """
+    # A warp gets registers in units of 256.
+    count = -(-count // 8) * 8
+    multiplying = height // WARPGROUP_HEIGHT
+    threads = (multiplying + 1) * WARPGROUP_THREADS
+    moved = multiplying * MULTIPLY_REGISTERS + COPY_REGISTERS
+    return count * threads <= BLOCK_REGISTERS and moved <= count * (multiplying + 1)
+
+
+if __name__ == "__main__":
+    check_kernels(sys.argv[1])

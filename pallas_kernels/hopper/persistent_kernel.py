@@ -31,6 +31,10 @@ WARPGROUP_HEIGHT: Final = 64
 """The number of rows of an output tile that one warpgroup computes, which is the height of a wgmma instruction."""
 LINE_BYTES: Final = 128
 """The number of bytes of a row in the output buffer."""
+COPY_REGISTERS: Final = 40
+"""The number of registers of a thread that copies."""
+MULTIPLY_REGISTERS: Final = 232
+"""The number of registers of a thread that multiplies."""
 SHARED_MEMORY_BYTES: Final = 227 * 1024
 """The number of bytes of shared memory that a block may use on compute capability 9.0."""
 
@@ -212,11 +216,11 @@ def launch(
             warpgroup = jax.lax.axis_index("warpgroup")
 
             def copy() -> None:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
                 ring.drain(copy_steps(inputs, ring, buffers))
 
             def multiply() -> None:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
                 multiply_steps(inputs, outputs, ring, buffers, out_buffer.at[warpgroup], **barriers)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
