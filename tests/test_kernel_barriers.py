@@ -195,7 +195,9 @@ FAULTS = {
     ),
     "skipped steps are not released": (
         CLUSTER,
-        lambda kernel: without(kernel, lambda event, agent, place: agent.block == 1 and place == 2),
+        lambda kernel: without(
+            kernel, lambda event, agent, place: isinstance(event, Arrive) and agent.block == 1 and place == 2
+        ),
         "deadlock",
     ),
     "buffers are released before the products have ended": (
