@@ -166,11 +166,9 @@ class Machine:
             arrivals[name].warpgroups * (len(self.blocks) if name in self.cluster else self.warps)
             for _, (name, _) in barriers
         ]
-        copies = [(home, event) for home, event in events if isinstance(event, Copy)]
-        self.buffer = {
-            key: place for place, key in enumerate(sorted({(home, one.buffer) for home, one in copies}))
-        }
-        self.multicast = {one.buffer for _, one in copies if one.multicast}
+        buffers = sorted({(home, event.buffer) for home, event in events if isinstance(event, Copy | Write)})
+        self.buffer = {key: place for place, key in enumerate(buffers)}
+        self.multicast = {event.buffer for _, event in events if isinstance(event, Copy) and event.multicast}
         self.reading = [_reading(agent) for agent in agents]
         # Parts that some agents write must be there when any agent reads.
         self.parts: dict[tuple[tuple[int, int], Place, int], int] = {}
