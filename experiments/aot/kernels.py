@@ -17,9 +17,11 @@ import contextlib
 import functools
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 from unittest import mock
 
@@ -125,11 +127,23 @@ class Compiled(NamedTuple):
     """The text that ptxas printed."""
 
 
-def check_kernels(model: str) -> None:
-    """Compile and check the kernels at the shapes of a model."""
-    print_findings(
-        judge_kernels({case: compile_kernels(case) for case in KERNEL_CASES if case.model == model})
-    )
+def check_kernels(model: str, compiler: str = "") -> None:
+    """Compile and check the kernels at the shapes of a model.
+
+    Args:
+        model: the model's name in `MODELS`.
+        compiler: the versions of the compiler, which are added to the names of programs.
+    """
+    findings = judge_kernels({case: compile_kernels(case) for case in KERNEL_CASES if case.model == model})
+    print_findings(finding._replace(program=finding.program + compiler) for finding in findings)
+
+
+def versions() -> str:
+    """Return the versions of JAX and of the assembler that Mosaic uses."""
+    ptxas = Path(os.environ["MOSAIC_GPU_CUDA_ROOT"]) / "bin" / "ptxas"
+    text = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
+    (version,) = re.findall(r"\bV([\d.]+)", text)
+    return f"JAX {jax.__version__}, ptxas {version}"
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
@@ -284,4 +298,4 @@ def _registers_fit(count: int, height: int) -> bool:
 
 
 if __name__ == "__main__":
-    check_kernels(sys.argv[1])
+    check_kernels(sys.argv[1], f" ({versions()})")
