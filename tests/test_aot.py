@@ -101,6 +101,7 @@ SOUND = {
         expected=SENT,
         gathers=10.0,
         updates=UPDATES if case.way == "ragged" else None,
+        kernels=(2.0, 3.0),
     )
     for stack in STACKS
     for case in stack_cases(*stack)
@@ -131,6 +132,7 @@ PADDED, RAGGED = (replace(DEEP, way=way) for way in ("padded", "ragged"))
         (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "its growth with depth"]),
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),
+        (DEEP, {"kernels": (2.0, 5.0)}, ["experts of a layer: two kernels forward"]),
         (DEEP, {"gathers": 28.0}, ["gathers of a layer"]),
         (RAGGED, {"updates": 8}, ["ragged exchanges have"]),
         (RAGGED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),

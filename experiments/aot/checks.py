@@ -88,6 +88,8 @@ class Measured(NamedTuple):
     """The rows of tokens and token copies that gathers read in a layer, in multiples of the rows of its experts."""
     updates: int | None
     """The least number of updates of a ragged exchange for each pair of ranks; None without such exchanges."""
+    kernels: tuple[float, float]
+    """The number of kernels of a layer's experts in the forward pass, and after it."""
 
 
 def stack_name(way: Way, scanned: bool) -> str:
@@ -143,7 +145,13 @@ def measure(case: Case) -> Measured:
         if transfer.kind == "ragged-all-to-all"
     ]
     expected = expected_sent(MODEL, parallel, layers=case.layers)
-    return Measured(temporary, moves, gathered, sent, expected, gathers, min(updates, default=None))
+    fewest = min(updates, default=None)
+    forward, after = (
+        sum(times for op_name, times in program.kernels() if ("transpose(" in op_name) is backward)
+        / case.layers
+        for backward in (False, True)
+    )
+    return Measured(temporary, moves, gathered, sent, expected, gathers, fewest, (forward, after))
 
 
 def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterator[Finding]:
@@ -158,7 +166,18 @@ def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterato
     yield from _judge_moves(deepest, measured[deepest])
     yield judge_bytes(deepest.stack, measured[deepest].sent, measured[deepest].expected)
     yield from _judge_exchange(deepest, measured[deepest])
+    yield _judge_kernels(deepest, measured[deepest].kernels)
     yield from _judge_memory(deepest, measured)
+
+
+def _judge_kernels(case: Case, kernels: tuple[float, float]) -> Finding:
+    """Check that the repeated forward pass of a checkpointed layer runs no experts, whose results nothing reads."""
+    return Finding(
+        case.stack,
+        "experts of a layer: two kernels forward and three backward, none in the repeated forward pass",
+        " + ".join(f"{count:g}" for count in kernels),
+        kernels == (2, 3),
+    )
 
 
 def _judge_exchange(case: Case, measured: Measured) -> Iterator[Finding]:

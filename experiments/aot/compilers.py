@@ -51,5 +51,5 @@ def check_compiler(name: str) -> None:
         subprocess.CalledProcessError: if a check fails, or the kernels cannot be compiled.
     """
     compiler = COMPILERS[name]
-    command = [compiler.python, "-m", "experiments.aot.kernels", MODEL]
+    command = [str(compiler.python), "-m", "experiments.aot.kernels", MODEL]
     subprocess.run(command, env={**os.environ, **compiler.environment}, check=True)

@@ -220,6 +220,13 @@ class Program:
             )
         return instruction.opcode == "custom-call" and "mosaic_gpu" in instruction.attributes
 
+    def kernels(self) -> Iterator[tuple[str, float]]:
+        """Yield the ``op_name`` of each Pallas kernel for Hopper GPUs, and how often a run of the program runs it."""
+        for name, body in self._executed(None):
+            for one in body:
+                if one.opcode == "custom-call" and self.is_kernel(one):
+                    yield one.op_name, self.executions[name]
+
     def is_attention(self, instruction: Instruction) -> bool:
         """Return whether an instruction is a Triton kernel of `pallas_kernels.flash_attention`."""
         return instruction.opcode == "custom-call" and "flash_attention" in instruction.op_name
