@@ -12,6 +12,7 @@ times are modelled.
 """
 
 import dataclasses
+import gc
 import functools
 import sys
 from pathlib import Path
@@ -239,6 +240,7 @@ def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
             rows.append({**row, "sent": sent, "needed": needed, "same_plan": equal})
             name = f"{road}, a sequence for each sample" if layout == "padded" else road
             cells.setdefault(name, []).append(f"{100 * sent:.1f} ({100 * needed:.1f}){' =' * equal}")
+        _forget_programs()
     for road, texts in cells.items():
         table.add_row(road, *texts)
     return table, rows
@@ -275,7 +277,14 @@ def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str
         name = f"{ranks}, {residents or 'no'} resident" + ", assigned" * assigned
         table.add_row(name, *(f"{100 * share:.1f}" for share in shares.values()))
         rows.append({"ranks": ranks, "residents": residents, "assigned": assigned, **shares})
+        _forget_programs()
     return table, rows
+
+
+def _forget_programs() -> None:
+    """Free the compiled programs of a setting: all of them need more memory maps than Linux allows a process."""
+    jax.clear_caches()
+    gc.collect()
 
 
 def main(config: FrontDoor) -> None:
