@@ -12,8 +12,8 @@ times are modelled.
 """
 
 import dataclasses
-import gc
 import functools
+import gc
 import sys
 from pathlib import Path
 from typing import Any, Final
