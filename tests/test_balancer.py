@@ -230,7 +230,7 @@ def test_prepare_assigns_samples_unless_assign_is_none():
 @pytest.mark.parametrize(("choice_seconds", "expected"), [(0.0, "fitted"), (1.0, "padded")])
 def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_seconds, expected):
     """Where a choice of a length costs more than the rows that it saves, exchanges are padded."""
-    monkeypatch.setattr(parallel_module, "exchange_choices", lambda on_gpu: GPU_CHOICES)
+    monkeypatch.setattr(parallel_module, "exchange_choices", lambda on_gpu, ragged: GPU_CHOICES)
     run = Run()
     cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
     cluster = dataclasses.replace(cost.cluster, choice_seconds=choice_seconds)

@@ -1,16 +1,23 @@
 """Tests of the check that lets ``exchange="auto"`` take a ragged exchange, with the emulated exchange in its place."""
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from relibra_jax.contract.types import Topology
-from relibra_jax.execution import ExpertParallel, exchange_check, expert_mesh
+from pallas_kernels.verdicts import Verdict
+from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
+from relibra_jax.execution import ExpertParallel, exchange_check, expert_mesh, parallel
 from relibra_jax.execution.exchange import UPDATES, Exchange, Lanes, updates
 from relibra_jax.execution.exchange_check import check_exchange, main
-from relibra_jax.execution.exchange_verdicts import BEGAN, is_proven, read_verdict
-from relibra_jax.routing.sizes import ExchangeSizes
+from relibra_jax.execution.exchange_verdicts import BEGAN, is_proven, read_verdict, write_verdict
+from relibra_jax.execution.hop import make_hop
+from relibra_jax.execution.prepared_layer import prepare_fetch
+from relibra_jax.routing.sizes import ExchangeSizes, worst_case_capacities
 
 TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=16, replica_slots=0)
 SMALL = {"tokens": 12, "width": 4, "exchange": "emulated"}
@@ -38,6 +45,8 @@ def test_exchange_that_is_right_passes_if_it_is_the_fastest(monkeypatch, capsys,
     assert not is_proven(mesh)
     assert "it was never checked on this machine" in capsys.readouterr().err
     verdict = check_exchange(mesh, **SMALL)
+    assert not is_proven(mesh)  # programs keep the choice with which they began
+    is_proven.cache_clear()
     assert verdict.passed == passed == is_proven(mesh)
     assert verdict == read_verdict(mesh)
     assert verdict.reason == ("" if passed else "it takes 3000.00 ms and another 2000.00 ms")
@@ -88,6 +97,84 @@ def test_ragged_exchange_between_nodes_is_an_error():
         ExpertParallel(mesh=mesh, topology=topology, fetch="ragged", across_nodes=True)
     hops, _ = ExpertParallel(mesh=mesh, topology=topology, exchange="ragged").token_exchanges(8, 2)
     assert [hop.kind for hop in hops] == ["fitted", "ragged"]
+
+
+class Gpu(NamedTuple):
+    """A described device."""
+
+    id: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    client: Any = type("Client", (), {"platform_version": "cuda"})
+
+
+def gpus(groups, processes):
+    """Return a mesh of described GPUs, a group of one node with the GPUs of each of its processes."""
+    places = np.empty(len(processes), object)
+    places[:] = [Gpu(*each) for each in enumerate(processes)]
+    names = ("data", "node", "local")
+    return jax.sharding.Mesh(places.reshape(groups, 1, -1), names, axis_types=(AxisType.Auto,) * 3)
+
+
+def test_verdict_holds_for_copies_of_the_group_and_not_for_other_processes(mesh):
+    write_verdict(gpus(1, [0, 1]), Verdict(True, ""))
+    assert read_verdict(gpus(2, [0, 1, 2, 3])) == Verdict(True, "")
+    assert read_verdict(gpus(1, [0, 0])) is None
+
+
+def test_mesh_of_some_processes_is_not_proven(monkeypatch, mesh):
+    """The others would not take part in an agreement."""
+    write_verdict(mesh, Verdict(True, ""))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not is_proven(mesh)
+
+
+def test_auto_is_ragged_inside_nodes_alone(monkeypatch):
+    monkeypatch.setattr(parallel, "exchange_choices", lambda on_gpu, ragged: ("ragged", "fitted", "padded"))
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
+    settings = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
+    kinds = {top_k: [hop.kind for hop in settings.token_exchanges(8, top_k)[0]] for top_k in (1, 2)}
+    assert kinds == {1: ["fitted"], 2: ["fitted", "ragged"]}
+    assert {way.exchange for way in settings.ways(1)} == {"fitted", "padded"}
+
+
+def test_settings_ask_for_the_verdict_before_a_program_is_traced(monkeypatch):
+    """Processes cannot agree while they trace."""
+    asked = []
+    monkeypatch.setattr(parallel, "is_proven", lambda mesh: asked.append(mesh) or True)
+    settings = ExpertParallel(mesh=gpus(1, [0, 0]), topology=TOPOLOGY)
+    assert len(asked) == 1
+    assert settings.kinds(8).exchange == "ragged"
+
+
+def test_nothing_is_sent_that_does_not_fit(mesh):
+    """XLA's kernel would write it over the memory behind the buffer of another rank."""
+    counts = jnp.array([[[3], [2]], [[1], [2]]])
+
+    def sent(receive):
+        sizes = ExchangeSizes(pair=0, own=0, send=8, receive=receive)
+        exchange = Exchange(kind="emulated", axes=("local",), ranks=2, sizes=sizes)
+
+        @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=jax.P("local"))
+        def tables(counts):
+            return make_hop(counts, exchange, receive)[0].lanes.sent.sum()[None]
+
+        return tables(counts).tolist()
+
+    assert sent(4) == [5, 3]
+    assert sent(3) == [0, 0]
+
+
+def test_no_replica_is_sent_that_is_not_among_the_exports(mesh):
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
+    slots = jnp.array([[[0, 1, EMPTY, EMPTY], [2, 3, 0, 1]]])
+    plan = LayerPlan(slots, jnp.arange(4), jnp.zeros_like(slots), None)
+    for copies, sent in ((2, 2), (1, 0)):
+        sizes = dataclasses.replace(worst_case_capacities(8, 2, topology), export_copies=copies)
+        settings = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, fetch="emulated")
+        tables = prepare_fetch(plan, settings).fetch_tables
+        assert (int(tables.runs.sent.sum()), bool(tables.fits.all())) == (sent, copies == 2)
 
 
 @pytest.mark.parametrize(("slots", "number"), [(1, 64), (65, 128)])

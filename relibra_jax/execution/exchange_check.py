@@ -9,7 +9,8 @@ with each other that ``auto`` may take. The output and the gradients must be equ
 the median time of the ragged layer must be the shortest. It takes about a minute.
 
 With several processes, run the command on all of them as the training runs, with ``--distributed``, which calls
-`jax.distributed.initialize` without arguments. Or call `check_exchange` in a program that has initialised JAX.
+`jax.distributed.initialize` without arguments. Or call `check_exchange` in a program that has initialised JAX,
+before it makes its `ExpertParallel`.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from relibra_jax.execution.exchange_verdicts import BEGAN, write_verdict
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.plan_agreement import processes_where
+from relibra_jax.execution.plan_agreement import fail_together, processes_where
 from relibra_jax.execution.prepared_layer import prepare_layer
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.routing.exchange_rules import exchange_choices
@@ -54,8 +55,12 @@ def check_exchange(mesh: Mesh, *, tokens: int = 4096, width: int = 2048, exchang
         tokens: the number of tokens of a rank.
         width: D, the model width.
         exchange: the kind to check, ``ragged`` or, in tests, ``emulated``.
+
+    Raises:
+        OSError: if a process cannot write to the cache folder; on all processes.
     """
-    write_verdict(mesh, BEGAN)
+    with fail_together("the verdict on an exchange", OSError):
+        write_verdict(mesh, BEGAN)
     seconds: dict[str, float] = {}
     try:
         steps = {

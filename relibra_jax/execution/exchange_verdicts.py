@@ -18,8 +18,16 @@ from pallas_kernels.verdicts import Verdict
 from relibra_jax.execution.mesh import LOCAL, NODE
 from relibra_jax.execution.plan_agreement import processes_where
 
-CODE: Final = ("exchange.py", "hop.py", "dispatch.py")
-"""The modules of this package whose change makes verdicts void."""
+CODE: Final = (
+    "execution/dispatch.py",
+    "execution/exchange.py",
+    "execution/gather.py",
+    "execution/hop.py",
+    "execution/pipeline.py",
+    "routing/segments.py",
+    "routing/slots.py",
+)
+"""The modules of `relibra_jax` whose change makes verdicts void."""
 BEGAN: Final = Verdict(False, "its check did not end")
 """The verdict from the beginning of a check to its end, which stays if the check hangs or crashes."""
 
@@ -28,14 +36,18 @@ BEGAN: Final = Verdict(False, "its check did not end")
 def is_proven(mesh: Mesh) -> bool:
     """Return whether a ragged exchange has been measured as right and faster on the devices of a mesh.
 
-    All processes have the same answer: True only if all have such a verdict. So every process must call this function.
-    If it is False, process 0 prints the reason once to standard error.
+    All processes have the same answer: True only if all have such a verdict. So every process must call this function,
+    and not while it traces. If it is False, process 0 prints the reason once to standard error. The first answer for a
+    mesh holds as long as the program runs, because tables and compiled programs follow it.
 
     Args:
-        mesh: a mesh of GPUs with the axes node and local.
+        mesh: a mesh of GPUs with the axes node and local. Where processes have none of its devices, which therefore do
+            not call this function, the answer is False.
     """
     here = set(mesh.devices.flat) <= set(jax.devices())
     if not here:  # the devices are descriptions, for which a program is compiled
+        return False
+    if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
         return False
     verdict = read_verdict(mesh) or Verdict(False, "it was never checked on this machine")
     missing = processes_where(not verdict.passed)
@@ -58,7 +70,6 @@ def read_verdict(mesh: Mesh) -> Verdict | None:
 def write_verdict(mesh: Mesh, verdict: Verdict) -> None:
     """Keep a verdict. Every process writes the same one, because hosts may have folders of their own."""
     write_whole(_path(), json.dumps({**_read_all(), _key(mesh): verdict._asdict()}, indent=1) + "\n")
-    is_proven.cache_clear()
 
 
 def _path() -> Path:
@@ -76,8 +87,10 @@ def _read_all() -> dict[str, Any]:
 def _key(mesh: Mesh) -> str:
     device, digest = mesh.devices.flat[0], hashlib.sha256()
     for name in CODE:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    processes = len({each.process_index for each in mesh.devices.flat})
+        digest.update((Path(__file__).parents[1] / name).read_bytes())
+    # Copies of a group along other axes exchange nothing with each other.
+    group = mesh.devices.reshape(-1, mesh.shape[NODE] * mesh.shape[LOCAL])[0]
+    processes = len({each.process_index for each in group})
     shape = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes"
     platform = " ".join(device.client.platform_version.split())
     parts = device.device_kind, shape, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]

@@ -163,6 +163,8 @@ class ExpertParallel:
             raise ValueError(f"fetch='remote' cannot run: {reason}")
         if None in (self.implementation, self.attention_implementation):
             agree_on_kernels(self.mesh.devices.ravel().tolist())
+        # Processes agree here on a ragged exchange, because they cannot while they trace a program.
+        _ = self.exchanges
 
     def _check_nccl_ep(self) -> None:
         for name, only in (("path", AUTO), ("pieces", 1), ("check_rows", False)):
@@ -251,12 +253,18 @@ class ExpertParallel:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """The kinds of token exchange among which ``exchange`` leaves a choice; the first is that of layers."""
+        """The kinds of token exchange among which ``exchange`` leaves a choice, for some number of experts."""
         if self.exchange != AUTO:
             return (self.exchange,)
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         inside = self.topology.ranks_per_node > 1 and (self.topology.num_nodes == 1 or self.path != "flat")
         return exchange_choices(on_gpu=on_gpu, ragged=on_gpu and inside and is_proven(self.mesh))
+
+    def _exchanges(self, top_k: int) -> tuple[str, ...]:
+        """Return those for tokens with ``top_k`` experts; the first is that of layers."""
+        if self.exchange != AUTO or self.topology.num_nodes == 1 or self.is_hierarchical(top_k):
+            return self.exchanges
+        return tuple(kind for kind in self.exchanges if kind != "ragged")
 
     def ways(self, top_k: int) -> tuple[Way, ...]:
         """Return the ways of running layers among which ``exchange`` and ``striped`` leave a choice; the first by rule.
@@ -267,13 +275,13 @@ class ExpertParallel:
         if self.striped is not None:
             striped = (self.is_striped,)
         replicas = ((self.topology.replica_slots > 0,), (bool(self.across_nodes),))
-        return tuple(itertools.starmap(Way, itertools.product(self.exchanges, striped, *replicas)))
+        return tuple(itertools.starmap(Way, itertools.product(self._exchanges(top_k), striped, *replicas)))
 
     def kinds(self, top_k: int) -> Kinds:
         """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
         return Kinds(
             path="hierarchical" if self.is_hierarchical(top_k) else "flat",
-            exchange=self.exchanges[0],
+            exchange=self._exchanges(top_k)[0],
             fetch=self._fetch_kind,
             striped=self.is_striped,
         )
@@ -319,9 +327,9 @@ class ExpertParallel:
         """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
         if AUTO not in (self.path, self.exchange, self.fetch):
             return
-        kinds = self.kinds(top_k)  # all processes together agree on it
         if jax.process_index():
             return
+        kinds = self.kinds(top_k)
         replicas = f"; replicas {kinds.fetch}" if self.topology.replica_slots else ""
         striped = ", striped" if kinds.striped else ""
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
