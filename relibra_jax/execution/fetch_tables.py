@@ -123,7 +123,8 @@ def _in_lanes(source, exports: int, fits, held_slots: int, exchange: Exchange) -
     owner = jnp.where(source == EMPTY, ranks, source // held_slots)
     # [owner, receiver], in the order of the receivers' slots.
     sends = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
-    runs = exchange.runs(sends.sum(-1, keepdims=True, dtype=jnp.int32))
+    # XLA's kernels check no bounds: nothing is sent from beyond the exports.
+    runs = exchange.runs(jnp.where(fits, sends.sum(-1, keepdims=True, dtype=jnp.int32), 0))
     send_slot = inverse_index(places(sends[rank].ravel()), exchange.send_rows)
     slot = jnp.where(send_slot == EMPTY, EMPTY, source.ravel()[send_slot] % held_slots)
     # The row of a slot comes after the rows of earlier slots with the same owner.

@@ -62,7 +62,8 @@ def make_hop(
         The tables, and the first row for each slot of each rank in this rank's send buffer.
     """
     if not exchange.has_lanes:
-        runs = exchange.runs(counts)
+        # XLA's kernels check no bounds: rows that do not fit would be written over other memory of their rank.
+        runs = exchange.runs(jnp.where(exchange.fits(counts.sum(-1, dtype=counts.dtype)), counts, 0))
         return Hop(updates(runs), None, None), runs.send_start
     rank = jax.lax.axis_index(exchange.axes)
     lanes = exchange.lanes(counts.sum(-1, dtype=counts.dtype))
