@@ -297,6 +297,12 @@ def test_another_signature_of_the_package_is_an_error(installed):
             True,
             "1 processes have 2 GPUs, but NCCL EP needs a process for each",
         ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            (1, 0),
+            True,
+            "the ranks of the mesh are processes [1, 0], but NCCL EP needs 0 to",
+        ),
         ("NVIDIA A100-SXM4-80GB", (0, 1), True, "NVIDIA A100-SXM4-80GB is not a Hopper GPU"),
     ],
 )

@@ -111,15 +111,17 @@ def why_not_nccl_ep(devices: Sequence[Any]) -> str | None:
     """Return the reason why NCCL EP cannot run on the devices of a mesh, or None if there is none.
 
     Args:
-        devices: all devices of the mesh.
+        devices: all devices of the mesh, in its order.
     """
     if devices[0].platform not in ("gpu", "cuda"):
         return f"the devices of the mesh are of platform {devices[0].platform!r}, but NCCL EP is for GPUs"
     if reason := why_not_hopper(devices[0].device_kind):
         return reason
-    processes = len({device.process_index for device in devices})
-    if processes < len(devices):
-        return f"{processes} processes have {len(devices)} GPUs, but NCCL EP needs a process for each GPU"
+    processes = [device.process_index for device in devices]
+    if len(set(processes)) < len(devices):
+        return f"{len(set(processes))} processes have {len(devices)} GPUs, but NCCL EP needs a process for each GPU"
+    if processes != list(range(len(devices))):
+        return f"the ranks of the mesh are processes {processes}, but NCCL EP needs 0 to {len(devices) - 1} in order"
     if importlib.util.find_spec("transformer_engine_jax") is None:
         return "TransformerEngine is not installed: see the extra nccl-ep, which is built against CUDA"
     return None

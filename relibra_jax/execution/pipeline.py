@@ -4,7 +4,7 @@ The backward pass is the same way with other values: gradients of outputs go to 
 gates come back. In both, a piece travels to other ranks beside the experts of the piece before it, and returns beside
 those of the piece after it. XLA orders collectives by its own estimates, which do not know the time of kernels.
 Therefore a piece is packed before the experts of the piece before it run, and what has arrived of it is read only after
-them.
+them. Flat ragged exchanges are neither packed beforehand nor picked up afterwards, so XLA alone orders them.
 """
 
 import dataclasses
