@@ -223,6 +223,7 @@ def test_savings_have_the_sign_that_the_gathers_of_each_exchange_give_them():
     [
         ({}, 0, "tokens=0 must be an integer of at least 1"),
         ({"pieces": 2}, 8, "pieces=2: operations are listed"),
+        ({"exchange": "needed"}, 8, "exchange='needed': no layer runs it"),
         ({"path": "flat", "exchange": "ragged"}, 8, "exchange='ragged' works only inside a node"),
     ],
 )
@@ -254,6 +255,10 @@ def test_layer_price_has_the_times_of_a_profile_beside_its_own(capsys):
     text = capsys.readouterr().out
     assert "2.57 + 5.69" in text, "the layer, of 8.26 ms with gradients"
     assert "1.74 + 4.8" in text, "its experts, of 6.56 ms"
+    assert layer_price("qwen3-30b-a3b", "h100", "--tokens", 16384, "--profile", H100) == 0
+    text = capsys.readouterr().out
+    assert "1.74 + 4.8" in text
+    assert "2.57 + 5.69" not in text, "one GPU sends nothing"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def layer_table(
         operations: the operations.
         cluster: the cluster.
         title: what the layer is.
-        measured: the measured times of a layer on one GPU; None leaves their column blank.
+        measured: the measured times of a layer on one GPU; None leaves their column blank. That of the whole layer is
+            left out if the layer sends rows, which one GPU does not.
     """
     table = Table(title=title, caption="MB of memory read and written, and sent on links, in both passes")
     for name in ("operation", "forward ms", "backward ms", "share", "memory", "inside", "across", "launches"):
@@ -53,6 +54,8 @@ def layer_table(
     table.add_column("measured ms", justify="right")
     total = milliseconds(in_layer(operations), cluster)
     known = _measured_cells(measured)
+    if any(each.part == "links" for each in operations):
+        known.pop("layer", None)
 
     def add(name: str, rows: Sequence[Operation], *, style: str | None = None, of_layer: bool = True) -> None:
         forward, backward = (milliseconds(rows, cluster, during=each) for each in ("forward", "backward"))
@@ -109,7 +112,7 @@ def summary(operations: Sequence[Operation], cluster: Cluster) -> str:
 def scope_table(operations: Sequence[Operation], cluster: Cluster, measured: MeasuredLayer) -> Table:
     """Return the modelled and the measured milliseconds of both passes by named scope."""
     table = Table(title="by named scope, ms of both passes")
-    for name in ("scope", "modelled", "measured kernels"):
+    for name in ("scope", "modelled", "kernels measured on one GPU"):
         table.add_column(name, justify="left" if name == "scope" else "right")
     layer = in_layer(operations)
     for scope in dict.fromkeys([*(each.scope for each in layer), *measured.scopes]):

@@ -127,8 +127,9 @@ def layer_operations(
         The operations in their order: of the preparation, the forward pass and the backward pass.
 
     Raises:
-        ValueError: if a number of tokens is not a positive integer, layers run in several pieces, a ragged exchange
-            would be flat over several nodes, or the topology has fewer experts than the model.
+        ValueError: if a number of tokens is not a positive integer, layers run in several pieces, the exchange is
+            ``needed``, a ragged exchange would be flat over several nodes, or the topology has fewer experts than the
+            model.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
@@ -140,6 +141,8 @@ def layer_operations(
     check_integer("tokens", tokens, least=1)
     if cost_model.pieces != 1:
         raise ValueError(f"pieces={cost_model.pieces}: operations are listed for layers in one piece")
+    if cost_model.exchange == "needed":
+        raise ValueError("exchange='needed': no layer runs it, so it has no operations")
     if sample_tokens is not None:
         check_integer("sample_tokens", sample_tokens, least=1)
     layer = _Layer(cost_model.on(topology), topology, tokens)
