@@ -31,7 +31,7 @@ from pallas_kernels.compare import same_bits
 from pallas_kernels.verdicts import Verdict
 from relibra_jax.contract.types import LayerPlan, Topology
 from relibra_jax.execution.exchange_verdicts import BEGAN, write_verdict
-from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
+from relibra_jax.execution.mesh import LOCAL, NODE, OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import fail_together, processes_where
@@ -106,7 +106,10 @@ def _step(mesh: Mesh, kind: str, tokens: int, width: int) -> Callable[[], Any]:
         np.zeros((nodes, local, topology.home_slots, 3, width, 1), jnp.bfloat16), rank_sharding(mesh)
     )
 
-    @jax.jit
+    # As a run compiles its steps; XLA on CPUs does not have these options.
+    options = OVERLAP_OPTIONS if mesh.devices.flat[0].platform in ("gpu", "cuda") else None
+
+    @functools.partial(jax.jit, compiler_options=options)
     def step(x, gates, home, ids, layer):
         experts = LayerExperts(home, None, None, layer.slot_expert)
 

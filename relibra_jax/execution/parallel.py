@@ -19,7 +19,7 @@ from pallas_kernels import agree_on_kernels
 from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, NCCL_EP, Exchange
 from relibra_jax.execution.exchange_verdicts import is_proven
-from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, travels_in_pieces
+from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, PULLED, travels_in_pieces
 from relibra_jax.execution.mesh import (
     LOCAL,
     NODE,
@@ -149,7 +149,8 @@ class ExpertParallel:
             raise ValueError(
                 "path='hierarchical' needs capacities counted with visits: count_capacities(visits=node_visits(...))"
             )
-        if self.fetch in INSIDE_NODES and self.across_nodes:
+        nodes = self.topology.num_nodes
+        if self.across_nodes and (self.fetch in PULLED or (self.fetch == "ragged" and nodes > 1)):
             raise ValueError(
                 f"fetch={self.fetch!r} works only inside a node: use another fetch or across_nodes=False"
             )
