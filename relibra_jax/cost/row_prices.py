@@ -116,14 +116,11 @@ def waits(cost: Price, topology: Topology) -> float:
         cost: the price.
         topology: the expert-parallel group.
     """
-    hops = [parts > 1 for parts in (topology.num_nodes, topology.ranks_per_node)]
-    number = sum(hops) if cost.hierarchical else int(any(hops))
-    striped = float(cost.wait) * cost.striped
-    kinds = (kind_between(cost), cost.exchange)
-    if cost.pieces > 1:
-        return striped + float(cost.choice) / 2 * ("fitted" in kinds)
+    hops = [(kind_between(cost), topology.num_nodes), (cost.exchange, topology.ranks_per_node)]
     if not cost.hierarchical:
-        kinds = (cost.exchange,)[: int(any(hops))]
-    else:
-        kinds = tuple(kind for kind, is_hop in zip(kinds, hops, strict=True) if is_hop)
-    return striped + number * float(cost.wait) + kinds.count("fitted") * float(cost.choice)
+        hops = [(cost.exchange, topology.num_ranks)]
+    kinds = [kind for kind, ranks in hops if ranks > 1]
+    striped, choices = float(cost.wait) * cost.striped, kinds.count("fitted")
+    if cost.pieces > 1:
+        return striped + float(cost.choice) / 2 * (choices > 0)
+    return striped + len(kinds) * float(cost.wait) + choices * float(cost.choice)
