@@ -175,7 +175,7 @@ COSTS = {
     "--resident-slots=12": "resident_slots=12: a rank needs 90.0 GB (homes 43.0, residents 43.0, replicas 0.1,",
     "--cluster=h1000": "cluster='h1000' must be one of h100",
     "--exchange=pad": "invalid choice 'pad' for argument '--exchange'."
-    " Expected one of ('auto', 'padded', 'fitted', 'ragged').",
+    " Expected one of ('auto', 'padded', 'fitted', 'ragged', 'needed').",
     "--context=0": "context=0.0 must be positive and finite",
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",

@@ -166,6 +166,7 @@ def test_nothing_is_sent_that_does_not_fit(mesh):
     assert sent(3) == [0, 0]
 
 
+@pytest.mark.slow
 def test_no_replica_is_sent_that_is_not_among_the_exports(mesh):
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     slots = jnp.array([[[0, 1, EMPTY, EMPTY], [2, 3, 0, 1]]])
