@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -128,8 +128,7 @@ def run_check(implementation: str) -> Verdict:
             errors.seek(0)
             lines = errors.read().strip().splitlines() or [f"exit status {status}"]
             verdict = Verdict(status == 0, "" if status == 0 else lines[-1][:300])
-    verdicts = {**_read_all(), _key(implementation): verdict._asdict()}
-    write_whole(verdicts_path(), json.dumps(verdicts, indent=1) + "\n")
+    keep_verdict(verdicts_path(), _key(implementation), verdict)
     return verdict
 
 
@@ -148,8 +147,7 @@ def _same_device() -> dict[str, str]:
 
 def read_verdict(implementation: str) -> Verdict | None:
     """Return the cached verdict for this device, driver, version of JAX and code; None if there is none."""
-    entry = _read_all().get(_key(implementation))
-    return Verdict(**entry) if entry else None
+    return load_verdict(verdicts_path(), _key(implementation))
 
 
 def verdicts_path() -> Path:
@@ -157,19 +155,39 @@ def verdicts_path() -> Path:
     return cache_folder() / "self_check.json"
 
 
-def _read_all() -> dict[str, Any]:
+def load_verdict(path: Path, key: str) -> Verdict | None:
+    """Return the verdict with a key in a file of verdicts; None if there is none."""
+    entry = _read_all(path).get(key)
+    return Verdict(**entry) if entry else None
+
+
+def keep_verdict(path: Path, key: str, verdict: Verdict) -> None:
+    """Add a verdict to a file of verdicts, which may not exist."""
+    write_whole(path, json.dumps({**_read_all(path), key: verdict._asdict()}, indent=1) + "\n")
+
+
+def verdict_key(name: str, device: Any, code: Iterable[Path]) -> str:
+    """Return the key of a verdict, which other devices, drivers, versions of JAX and code do not have.
+
+    Args:
+        name: what the verdict is about.
+        device: one of the devices.
+        code: the modules whose change makes the verdict void.
+    """
+    digest = hashlib.sha256()
+    for path in code:
+        digest.update(path.read_bytes())
+    platform = " ".join(device.client.platform_version.split())
+    return ", ".join((name, device.device_kind, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]))
+
+
+def _read_all(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(verdicts_path().read_text())
+        return json.loads(path.read_text())
     # There is no file, or another program wrote it.
     except (OSError, ValueError):
         return {}
 
 
 def _key(implementation: str) -> str:
-    device, digest = jax.local_devices()[0], hashlib.sha256()
-    package = Path(__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.read_bytes())
-    platform = " ".join(device.client.platform_version.split())
-    parts = implementation, device.device_kind, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]
-    return ", ".join(parts)
+    return verdict_key(implementation, jax.local_devices()[0], sorted(Path(__file__).parent.rglob("*.py")))

@@ -175,7 +175,7 @@ def test_no_replica_is_sent_that_is_not_among_the_exports(mesh):
         sizes = dataclasses.replace(worst_case_capacities(8, 2, topology), export_copies=copies)
         settings = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, fetch="emulated")
         tables = prepare_fetch(plan, settings).fetch_tables
-        assert (int(tables.runs.sent.sum()), bool(tables.fits.all())) == (sent, copies == 2)
+        assert (int(tables.updates.sent.sum()), bool(tables.fits.all())) == (sent, copies == 2)
 
 
 @pytest.mark.parametrize(("slots", "number"), [(1, 64), (65, 128)])

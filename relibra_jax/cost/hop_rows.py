@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.routing.exchange_rules import between_nodes
 from relibra_jax.routing.sizes import fitted_lanes, round_capacity, with_spare_room
 
 
@@ -72,7 +73,7 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         )
     visits = tokens * visit_share(topology, run.model.top_k)
     arrived = room(nodes * visits, run)
-    kind = "fitted" if run.exchange == "ragged" else run.exchange
+    kind = between_nodes(run.exchange)
     return (
         _hop(
             run,

@@ -37,6 +37,7 @@ from jaxtyping import Float, Int, Num
 from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Price, Topology
 from relibra_jax.cost.copies import fetch_time, opening_time
 from relibra_jax.cost.traffic import Sent, count_sent
+from relibra_jax.routing.exchange_rules import between_nodes
 from relibra_jax.support.argument_types import checks_arguments
 
 
@@ -207,8 +208,8 @@ def hop_times(
 
 
 def kind_between(cost: Price) -> str:
-    """Return the kind of the exchange between nodes: fitted, where that inside nodes is ragged."""
-    return "fitted" if cost.exchange == "ragged" and cost.hierarchical else cost.exchange
+    """Return the kind of the exchange between nodes. Under flat dispatch there is one for all ranks."""
+    return between_nodes(cost.exchange) if cost.hierarchical else cost.exchange
 
 
 @checks_arguments

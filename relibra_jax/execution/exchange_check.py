@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,8 @@ def check_exchange(mesh: Mesh, *, tokens: int = 4096, width: int = 2048, exchang
         write_verdict(mesh, BEGAN)
     seconds: dict[str, float] = {}
     try:
-        steps = {
-            kind: _step(mesh, kind, tokens, width) for kind in (exchange, *exchange_choices(on_gpu=True))
-        }
+        drawn = _draw(mesh, tokens, width)
+        steps = {kind: _step(mesh, kind, drawn) for kind in (exchange, *exchange_choices(on_gpu=True))}
         reason = _why_not_right(steps, exchange)
         if not reason:
             seconds = _median_seconds(steps)
@@ -82,8 +81,17 @@ def check_exchange(mesh: Mesh, *, tokens: int = 4096, width: int = 2048, exchang
     return verdict
 
 
-def _step(mesh: Mesh, kind: str, tokens: int, width: int) -> Callable[[], Any]:
-    """Return a function that runs a layer forward and backward with an exchange of this kind."""
+class _Drawn(NamedTuple):
+    """The layer that is run with every exchange, and its tokens."""
+
+    topology: Topology
+    x: np.ndarray
+    ids: np.ndarray
+    gates: np.ndarray
+    plan: LayerPlan
+
+
+def _draw(mesh: Mesh, tokens: int, width: int) -> _Drawn:
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     topology = Topology(
         num_nodes=nodes, ranks_per_node=local, num_experts=EXPERTS_PER_RANK * nodes * local, replica_slots=0
@@ -91,19 +99,24 @@ def _step(mesh: Mesh, kind: str, tokens: int, width: int) -> Callable[[], Any]:
     draw = np.random.default_rng(0)
     scores = draw.normal(size=(topology.num_ranks, tokens, topology.num_experts))
     ids = np.argsort(scores, axis=-1)[..., :TOP_K].astype(np.int32)
-    plan = _plan(ids, topology)
+    x = draw.normal(size=(*ids.shape[:2], width)).astype(jnp.bfloat16)
+    gates = draw.uniform(0.5, 1, ids.shape).astype(np.float32)
+    return _Drawn(topology, x, ids, gates, _plan(ids, topology))
+
+
+def _step(mesh: Mesh, kind: str, drawn: _Drawn) -> Callable[[], Any]:
+    """Return a function that runs a layer forward and backward with an exchange of this kind."""
+    topology, plan, (tokens, width) = drawn.topology, drawn.plan, drawn.x.shape[1:]
     worst = worst_case_capacities(tokens, TOP_K, topology)
     capacities = replace(
         count_capacities(jax.tree.map(lambda leaf: leaf[None, None], plan), topology), node=worst.node
     )
     parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=capacities, exchange=kind)
     place = functools.partial(_place, sharding=parallel.token_sharding)
-    x = place(draw.normal(size=(*ids.shape[:2], width)).astype(jnp.bfloat16))
-    gates = place(draw.uniform(0.5, 1, ids.shape).astype(np.float32))
-    expert_ids = place(ids)
+    x, expert_ids, gates = map(place, (drawn.x, drawn.ids, drawn.gates))
     layer = jax.jit(prepare_layer, static_argnums=2)(expert_ids, plan, parallel)
     home = _place(
-        np.zeros((nodes, local, topology.home_slots, 3, width, 1), jnp.bfloat16), rank_sharding(mesh)
+        np.zeros((*parallel.ranks, topology.home_slots, 3, width, 1), jnp.bfloat16), rank_sharding(mesh)
     )
 
     # As a run compiles its steps; XLA on CPUs does not have these options.

@@ -4,17 +4,15 @@ They are kept in the user's cache folder until the GPUs, the driver, JAX or the 
 """
 
 import functools
-import hashlib
-import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 from jax.sharding import Mesh
 
-from pallas_kernels.user_cache import cache_folder, write_whole
-from pallas_kernels.verdicts import Verdict
+from pallas_kernels.user_cache import cache_folder
+from pallas_kernels.verdicts import Verdict, keep_verdict, load_verdict, verdict_key
 from relibra_jax.execution.mesh import LOCAL, NODE
 from relibra_jax.execution.plan_agreement import processes_where
 
@@ -63,35 +61,22 @@ def is_proven(mesh: Mesh) -> bool:
 
 def read_verdict(mesh: Mesh) -> Verdict | None:
     """Return this process's verdict on the devices of a mesh; None if there is none."""
-    entry = _read_all().get(_key(mesh))
-    return Verdict(**entry) if entry else None
+    return load_verdict(_path(), _key(mesh))
 
 
 def write_verdict(mesh: Mesh, verdict: Verdict) -> None:
     """Keep a verdict. Every process writes the same one, because hosts may have folders of their own."""
-    write_whole(_path(), json.dumps({**_read_all(), _key(mesh): verdict._asdict()}, indent=1) + "\n")
+    keep_verdict(_path(), _key(mesh), verdict)
 
 
 def _path() -> Path:
     return cache_folder() / "exchange_check.json"
 
 
-def _read_all() -> dict[str, Any]:
-    try:
-        return json.loads(_path().read_text())
-    # There is no file, or another program wrote it.
-    except (OSError, ValueError):
-        return {}
-
-
 def _key(mesh: Mesh) -> str:
-    device, digest = mesh.devices.flat[0], hashlib.sha256()
-    for name in CODE:
-        digest.update((Path(__file__).parents[1] / name).read_bytes())
     # Copies of a group along other axes exchange nothing with each other.
     group = mesh.devices.reshape(-1, mesh.shape[NODE] * mesh.shape[LOCAL])[0]
     processes = len({each.process_index for each in group})
-    shape = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes"
-    platform = " ".join(device.client.platform_version.split())
-    parts = device.device_kind, shape, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]
-    return ", ".join(parts)
+    name = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes"
+    package = Path(__file__).parents[1]
+    return verdict_key(name, mesh.devices.flat[0], [package / module for module in CODE])

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
-from relibra_jax.execution.exchange import Exchange, Lanes
+from relibra_jax.execution.exchange import Exchange, Lanes, updates
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
 from relibra_jax.routing.segments import in_lanes, places, starts
@@ -40,9 +40,9 @@ class FetchTables(NamedTuple):
 
     exports: Int[jax.Array, "*stack X"]
     """The home or resident slot of each expert that this rank exports; EMPTY for none."""
-    runs: Lanes | None
-    """The experts for and from each rank in a ragged exchange, ``[P, 1]``. None if experts travel in pieces: in the
-    padded exchange, and for the gradients of pulled replicas."""
+    updates: Lanes | None
+    """The updates of a ragged exchange, in experts. None if experts travel in pieces: in the padded exchange, and for
+    the gradients of pulled replicas."""
     source: Int[jax.Array, "*stack arrived"]
     """In a ragged exchange, the received row of each replica slot of this rank. In a padded exchange, for the R slots
     of every rank, the row among the pieces of all ranks' X exports. EMPTY for empty slots."""
@@ -132,4 +132,5 @@ def _in_lanes(source, exports: int, fits, held_slots: int, exchange: Exchange) -
     row = runs.receive_start + starts(receives.astype(jnp.int32))
     row = jnp.where(receives, row, 0).sum(0, dtype=jnp.int32)
     row = jnp.where(source[rank] == EMPTY, EMPTY, row)
-    return FetchTables(slot, runs, row, inverse_index(row, exchange.receive_rows)[:, None], fits)
+    places_of_rows = inverse_index(row, exchange.receive_rows)[:, None]
+    return FetchTables(slot, updates(runs), row, places_of_rows, fits)

@@ -31,10 +31,10 @@ from relibra_jax.execution.mesh import (
 )
 from relibra_jax.routing.exchange_rules import (
     AUTO,
-    IN_LANES,
     PATHS,
     REPLICA_FETCH,
     Way,
+    between_nodes,
     choose_path,
     choose_striping,
     exchange_choices,
@@ -43,8 +43,6 @@ from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capa
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
-BETWEEN_NODES: Final = "fitted"
-"""The exchange between nodes of layers whose exchange inside nodes is ragged."""
 _RAGGED_INSIDE: Final = (
     "exchange='ragged' works only inside a node: use path='hierarchical' with capacities that count crossings, or"
     " another exchange"
@@ -302,7 +300,7 @@ class ExpertParallel:
                 raise ValueError(_RAGGED_INSIDE)
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
-        between = self._exchange(kind if kind in IN_LANES else BETWEEN_NODES, (NODE,), sizes.node)
+        between = self._exchange(between_nodes(kind), (NODE,), sizes.node)
         return (between, self._exchange(kind, (LOCAL,), sizes.local)), sizes.rows
 
     def replica_exchange(self) -> tuple[Exchange, int]:

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.pull_rows import pull_rows
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
-from relibra_jax.execution.exchange import Exchange, send, updates
+from relibra_jax.execution.exchange import Exchange, send
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
 from relibra_jax.execution.fetch_tables import FetchTables
 from relibra_jax.execution.gather import gather_rows
@@ -221,7 +221,7 @@ def fetch(
         buffers, exports, x = _pack(buffers, tables.exports, x)
         if tables.remote is not None:
             return buffers, _pull(exports, tables, exchange), x
-        if tables.runs is not None:
+        if tables.updates is not None:
             return buffers, _send_whole(exports, tables, exchange), x
         return buffers, _send_pieces(exports, tables, exchange), x
 
@@ -233,8 +233,8 @@ def _send_whole(exports, tables, exchange):
     """
     number = exports.shape[1] * exports.shape[2]
     rows = exports.reshape(-1, exports.shape[3])
-    runs = jax.tree.map(lambda leaf: leaf * number, tables.runs)
-    received = send(rows, updates(runs), exchange.in_rows(number))
+    in_rows = jax.tree.map(lambda leaf: leaf * number, tables.updates)
+    received = send(rows, in_rows, exchange.in_rows(number))
     return gather_rows(received.reshape(-1, *exports.shape[1:]), tables.source, tables.places)
 
 

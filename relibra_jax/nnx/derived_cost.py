@@ -20,10 +20,9 @@ from relibra_jax.contract.types import BALANCE, Price
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS, Cluster, find_cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.execution.exchange import IN_LANES
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.layer import MoELayer
-from relibra_jax.routing.exchange_rules import AUTO
+from relibra_jax.routing.exchange_rules import AUTO, IN_LANES
 
 DEFAULT_CLUSTER: Final = "h100"
 """The cluster whose speeds are taken for devices that `relibra_jax.cost.hardware` does not name."""

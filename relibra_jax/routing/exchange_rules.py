@@ -50,6 +50,17 @@ def exchange_choices(*, on_gpu: bool, ragged: bool = False) -> tuple[str, ...]:
     return ("ragged", *lanes) if ragged else lanes
 
 
+def between_nodes(exchange: str) -> str:
+    """Return the exchange between nodes of hierarchical layers with a kind of exchange inside them.
+
+    A ragged one works only inside a node.
+
+    >>> [between_nodes(kind) for kind in ("padded", "fitted", "ragged", "emulated")]
+    ['padded', 'fitted', 'fitted', 'fitted']
+    """
+    return "fitted" if exchange in ("ragged", "emulated") else exchange
+
+
 def choose_striping(ranks_per_node: int, top_k: int) -> bool:
     """Choose whether layers are striped: if nodes have several ranks, and tokens enough experts (`STRIPED_EXPERTS`).
 
