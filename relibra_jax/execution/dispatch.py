@@ -3,7 +3,8 @@
 *Flat* dispatch is one exchange between all ranks. In *hierarchical* dispatch a token crosses to a node once, however
 many of its experts are there: it goes to the rank with the same local index, and its copies then spread inside the
 node. On the way back each node sums its results before they cross. The gates travel with the copies, so that the sum is
-weighted.
+weighted. If the exchange inside nodes is ragged, tokens that arrive are gathered once, from where they arrive to where
+they are sent on, and results are summed where they are sent back.
 
 Tables say where each row goes. `make_dispatch` and `make_node_dispatch` compute them once per batch, so that layers
 only gather and send. Token copies and slots are both sorted by expert (`relibra_jax.routing.slots`): the first
@@ -23,9 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.exchange import Exchange, send_back
 from relibra_jax.execution.gather import inverse_index
-from relibra_jax.execution.hop import Hop, Route, collect, deliver, make_hop, pack
+from relibra_jax.execution.hop import Hop, Route, Sums, collect, deliver, make_hop, pack
 from relibra_jax.execution.nccl_ep import SlotDispatch, return_from_slots, send_to_slots, with_routing
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
@@ -68,8 +69,8 @@ class Travelling(NamedTuple):
     Values that do not travel are None.
     """
 
-    token: Float[jax.Array, "t *D"] | None
-    """The values of each token; in rows, of the token of each row."""
+    token: Float[jax.Array, "t *D"] | Sums | None
+    """The values of each token; in rows, of the token of each row. Between the hops back they are yet to be summed."""
     copy: Num[jax.Array, "t K"] | Num[jax.Array, " rows"] | None
     """A value for each token copy; in rows, for each row."""
 
@@ -103,9 +104,14 @@ def send_tokens(
         assert values.token is not None, "NCCL EP sends tokens"
         return Travelling(*send_to_slots(values.token, values.copy, dispatch, exchanges[0].sizes.receive))
     if isinstance(dispatch, NodeDispatch):
-        first = functools.partial(deliver, packed=packed)
-        values = _hop(first, exchanges[0], values, _routes(dispatch), dispatch.hop)
-        dispatch, packed = dispatch.inside, None
+        first, hop, inside = functools.partial(deliver, packed=packed), dispatch.hop, dispatch.inside
+        if exchanges[-1].has_lanes:
+            values, packed = _hop(first, exchanges[0], values, _routes(dispatch), hop), None
+        else:
+            hop = hop._replace(arrival=_at(hop.arrival, _routes(inside)[0].source))
+            values = _each_copy(_hop(first, exchanges[0], values, _routes(dispatch), hop), inside)
+            packed = tuple(value for value in values if value is not None)
+        dispatch = inside
     last = functools.partial(deliver, packed=packed)
     return _hop(last, exchanges[-1], _flat(values), _routes(dispatch), dispatch.hop)
 
@@ -123,13 +129,15 @@ def return_tokens(rows: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
     if isinstance(dispatch, SlotDispatch):
         assert rows.token is not None, "NCCL EP sends tokens"
         return Travelling(*return_from_slots(rows.token, rows.copy, dispatch))
-    last = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
-    values = _hop(collect, exchanges[-1], rows, _routes(last), last.hop)
-    if values.copy is not None:
-        values = values._replace(copy=values.copy.reshape(last.place.shape))
-    if isinstance(dispatch, NodeDispatch):
-        values = _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
-    return values
+    if isinstance(dispatch, Dispatch):
+        return _back(rows, dispatch, exchanges[0])
+    inside, exchange = dispatch.inside, exchanges[1]
+    if exchange.has_lanes or rows.token is None:
+        values = _back(rows, inside, exchange)
+    else:
+        sums = Sums(send_back(rows.token, inside.hop.lanes, exchange), inside.place)
+        values = _back(rows._replace(token=None), inside, exchange)._replace(token=sums)
+    return _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
 
 
 def group_sizes(dispatch: Tables) -> Int[jax.Array, " S"]:
@@ -151,6 +159,25 @@ def open_tables(values: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
     return dispatch
 
 
+def _back(rows: Travelling, dispatch: Dispatch, exchange: Exchange) -> Travelling:
+    """Return rows through the last hop, and sum those of each token."""
+    values = _hop(collect, exchange, rows, _routes(dispatch), dispatch.hop)
+    return values if values.copy is None else values._replace(copy=values.copy.reshape(dispatch.place.shape))
+
+
+def _at(values: Int[jax.Array, " r"], index: Int[jax.Array, " n"]) -> jax.Array:
+    """Return the values at an index; EMPTY where it is EMPTY."""
+    return jnp.where(index == EMPTY, EMPTY, values[index])
+
+
+def _each_copy(rows: Travelling, dispatch: Dispatch) -> Travelling:
+    """Take from rows that have the values of all copies of their token those of the copy that each row is."""
+    if rows.copy is None:
+        return rows
+    number = jnp.maximum(dispatch.copy, 0) % rows.copy.shape[1]
+    return rows._replace(copy=jnp.take_along_axis(rows.copy, number[:, None], 1)[:, 0])
+
+
 def _hop(
     way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: tuple[Route, Route], hop: Hop
 ) -> Travelling:
@@ -161,11 +188,10 @@ def _hop(
 
 def _given(
     values: Travelling, routes: tuple[Route, Route]
-) -> tuple[tuple[jax.Array, ...], tuple[Route, ...]]:
+) -> tuple[tuple[jax.Array | Sums, ...], tuple[Route, ...]]:
     """Return the values that travel and their routes."""
     given = [(value, route) for value, route in zip(values, routes, strict=True) if value is not None]
-    arrays, taken = zip(*given, strict=True)
-    return arrays, taken
+    return tuple(value for value, _ in given), tuple(route for _, route in given)
 
 
 def _flat(values: Travelling) -> Travelling:

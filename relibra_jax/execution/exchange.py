@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Num
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
+from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.routing.exchange_rules import IN_LANES
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
@@ -230,7 +230,9 @@ def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
         nothing = jnp.nan if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).max
         index = jnp.where(index == EMPTY, len(all_rows), index)
         return all_rows.at[index].get(mode="fill", fill_value=nothing)
-    buffer = vary_over(jax.lax.empty(shape, rows.dtype), varying_axes(rows))
+    # What `jax.lax.empty` compiles to, but dependent on the rows: JAX moves empty arrays out of the loop over layers,
+    # where XLA then copies them for each layer.
+    buffer = jax.ffi.ffi_call("AllocateBuffer", jax.typeof(rows).update(shape=shape))(rows)
     return jax.lax.ragged_all_to_all(
         rows,
         buffer,

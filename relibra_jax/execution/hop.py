@@ -6,7 +6,9 @@ a fixed order of sums.
 
 A hop builds no more than the rows that it sends and receives. Where buffers have lanes, rows that a rank keeps are read
 where they are, and a fitted exchange has a branch for each length of its lanes, in which all buffers have that length.
-A ragged exchange puts rows where they are needed, so that nothing gathers them after it.
+A ragged exchange puts rows where they are needed, so that nothing gathers them after it. Where it follows another hop,
+that hop delivers rows as the ragged one sends them, and takes back sums that are added up where they are sent: what two
+gathers would do, one does (`relibra_jax.execution.dispatch`).
 """
 
 import functools
@@ -34,6 +36,20 @@ class Route(NamedTuple):
     """The element in each row of the send buffer; EMPTY for none."""
     places: Int[jax.Array, "*stack t c"]
     """The rows of the send buffer that have each element, the inverse of ``source``; EMPTY for none."""
+
+
+class Sums(NamedTuple):
+    """Rows that are sums of other rows, and are added up where they are read."""
+
+    rows: jax.Array
+    """The rows that are added, ``[r, ...]``."""
+    places: Int[jax.Array, "t c"]
+    """The rows whose sum each row is; EMPTY for none."""
+
+    def take(self, index: Int[jax.Array, " n"]) -> jax.Array:
+        """Return the sums at ``index``, ``[n, ...]``; zero where it is EMPTY."""
+        places = jnp.where((index == EMPTY)[:, None], EMPTY, self.places[index])
+        return sum_picked(functools.partial(take_rows, self.rows), places)
 
 
 class Hop(NamedTuple):
@@ -90,7 +106,7 @@ def deliver(
         elements: arrays ``[t, ...]``.
         routes: the route of each array.
         hop: the tables of this rank.
-        packed: what `pack` returned for the arrays; None to pack them here.
+        packed: what is sent of each array, as `pack` returns it; None to pack them here.
 
     Returns:
         The delivered rows of each array, ``[rows, ...]``. After them are rows without meaning, which may be NaN.
@@ -99,13 +115,13 @@ def deliver(
 
 
 def collect(
-    exchange: Exchange, rows: tuple[jax.Array, ...], routes: tuple[Route, ...], hop: Hop
+    exchange: Exchange, rows: tuple[jax.Array | Sums, ...], routes: tuple[Route, ...], hop: Hop
 ) -> tuple[jax.Array, ...]:
     """Bring delivered rows back, and sum the rows of each element in float32 or wider: the reverse of `deliver`.
 
     Args:
         exchange: the ranks, the kind and the buffer sizes of the exchange.
-        rows: arrays ``[rows, ...]``.
+        rows: arrays ``[rows, ...]``, or sums to add up first, if the exchange has lanes.
         routes: the route of each array.
         hop: the tables of this rank.
 
@@ -131,7 +147,8 @@ def pack(
     if exchange.ranks == 1 or length is None:
         return None
     return tuple(
-        _pack(exchange, length, each, route.source) for each, route in zip(elements, routes, strict=True)
+        take_rows(each, _in_lanes(exchange, length, route.source))
+        for each, route in zip(elements, routes, strict=True)
     )
 
 
@@ -150,35 +167,43 @@ def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, *arrays: tuple[A
 
 def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, packed):
     if not exchange.has_lanes:
-        return send(take_rows(elements, route.source), hop.lanes, exchange)
+        return send(take_rows(elements, route.source) if packed is None else packed, hop.lanes, exchange)
     if packed is None:
-        packed = _pack(exchange, length, elements, route.source)
+        packed = take_rows(elements, _in_lanes(exchange, length, route.source))
     received = swap_lanes(packed, exchange.axes, exchange.ranks, length)
-    return _pick(exchange, length, received, hop.arrival, elements, route.source)
+    return _pick(exchange, length, received, hop.arrival, elements, _kept(exchange, route.source))
 
 
 def _collect(exchange: Exchange, length: int, hop: Hop, rows, route: Route):
     if not exchange.has_lanes:
         returned = send_back(rows, hop.lanes, exchange)
         return sum_picked(functools.partial(take_rows, returned), route.places)
-    packed = _pack(exchange, length, rows, hop.delivered)
+    assert hop.delivered is not None, "exchanges with lanes gather what they deliver"
+    leaving, kept = _in_lanes(exchange, length, hop.delivered), _kept(exchange, hop.delivered)
+    if isinstance(rows, Sums):
+        packed, rows = rows.take(leaving), rows.take(kept)
+        kept = jnp.arange(len(kept), dtype=jnp.int32)
+    else:
+        packed = take_rows(rows, leaving)
     returned = swap_lanes(packed, exchange.axes, exchange.ranks, length)
-    return sum_picked(
-        lambda place: _pick(exchange, length, returned, place, rows, hop.delivered), route.places
-    )
+    return sum_picked(lambda place: _pick(exchange, length, returned, place, rows, kept), route.places)
 
 
-def _pack(exchange: Exchange, length: int, rows, source):
-    """Gather the first ``length`` rows of every lane from ``rows``."""
+def _in_lanes(exchange: Exchange, length: int, source):
+    """Return what ``source`` has for the first ``length`` rows of every lane."""
     pair = exchange.sizes.pair
-    lanes = source[: exchange.ranks * pair].reshape(exchange.ranks, pair)[:, :length]
-    return take_rows(rows, lanes.ravel())
+    return source[: exchange.ranks * pair].reshape(exchange.ranks, pair)[:, :length].ravel()
 
 
-def _pick(exchange: Exchange, length: int, received, place, rows, source):
-    """Gather the rows at ``place`` in a buffer whose lanes are ``received``; after them are kept rows of ``rows``."""
+def _kept(exchange: Exchange, source):
+    """Return what ``source`` has for the rows that this rank keeps, which are after the lanes."""
+    return source[exchange.ranks * exchange.sizes.pair :]
+
+
+def _pick(exchange: Exchange, length: int, received, place, rows, kept):
+    """Gather the rows at ``place`` in a buffer whose lanes are ``received``; the ``kept`` ones of ``rows`` follow."""
     pair, kept_start = exchange.sizes.pair, exchange.ranks * exchange.sizes.pair
-    kept = take_rows(rows, jnp.where(place >= kept_start, source[place], EMPTY))
+    kept = take_rows(rows, jnp.where(place >= kept_start, kept[place - kept_start], EMPTY))
     if not length:
         return kept
     in_lane = (place != EMPTY) & (place < kept_start)
