@@ -7,7 +7,7 @@ import pytest
 from experiments.aot.attention import PHASES, judge_attention
 from experiments.aot.attention import Measured as AttentionMeasured
 from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
-from experiments.aot.hlo import Program
+from experiments.aot.hlo import Program, RowPasses
 from experiments.aot.migration import Migration, judge_migration
 from experiments.aot.pieces import Crossing, judge_crossings
 from experiments.aot.ways import EXPERT
@@ -99,7 +99,8 @@ SOUND = {
         gathered=0,
         sent=SENT,
         expected=SENT,
-        gathers=10.0,
+        passes=RowPasses(10.0, 5.0, 0.0),
+        gates_alone=3.0,
         updates=UPDATES if case.way == "ragged" else None,
         kernels=(2.0, 3.0),
     )
@@ -133,7 +134,9 @@ PADDED, RAGGED = (replace(DEEP, way=way) for way in ("padded", "ragged"))
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),
         (DEEP, {"kernels": (2.0, 5.0)}, ["experts of a layer: two kernels forward"]),
-        (DEEP, {"gathers": 28.0}, ["gathers of a layer"]),
+        (DEEP, {"passes": RowPasses(28.0, 5.0, 0.0)}, ["a layer gathers"]),
+        (RAGGED, {"passes": RowPasses(10.0, 5.0, 1.0)}, ["a layer gathers"]),
+        (DEEP, {"gates_alone": 4.0}, ["at most 3 exchanges of gates"]),
         (RAGGED, {"updates": 8}, ["ragged exchanges have"]),
         (RAGGED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),
         (PADDED, {"moves": [one._replace(attention=0) for one in SOUND[PADDED].moves]}, ["every "] * 2),

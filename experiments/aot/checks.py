@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 from experiments.aot.bytes import Sent, count_sent, group_axes, sent_bytes, transfer_content
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, judge_bytes, print_findings, read_compiled
-from experiments.aot.hlo import Transfer
+from experiments.aot.hlo import RowPasses, Transfer
 from experiments.aot.stack import compile_step
 from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
 from relibra_jax.execution.exchange import UPDATES
@@ -27,9 +27,16 @@ STACKS: Final[tuple[tuple[Way, bool], ...]] = (
 """The compiled stacks: exchange settings and whether they are scanned. Only the default is unrolled too."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 2, "padded": 2, "ragged": 1}
 """The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
-MOST_GATHERS: Final[Mapping[Way, float]] = {"auto": 27, "padded": 16, "ragged": 14}
-"""The most rows that gathers of a layer read in its three passes, in multiples of the rows that experts compute. Where
-lanes are fitted, a row is read from its lane and from the rows that a rank keeps."""
+MOST_PASSES: Final[Mapping[Way, RowPasses]] = {
+    "auto": RowPasses(27, 14.5, 0),
+    "padded": RowPasses(16, 10, 0),
+    "ragged": RowPasses(15, 6, 0),
+}
+"""The most rows that a layer moves in its three passes, in multiples of the rows that experts compute. Where lanes are
+fitted, a row is read from its lane and from the rows that a rank keeps, and one of both is dropped."""
+GATES_ALONE: Final[Mapping[Way, float]] = {"auto": 3, "padded": 3, "ragged": 5}
+"""The most exchanges of gates in a layer beside which no rows are gathered and no products run: those that deal tokens
+inside nodes, in three passes, and those that follow their rows through a ragged exchange, in two."""
 MOST_BUFFERS: Final = 3.5
 """The largest number of replica buffers: weights, the next layer's prefetch, and gradients; and gaps between buffers of
 other sizes, which differ between programs with and without replicas."""
@@ -84,8 +91,10 @@ class Measured(NamedTuple):
     """The counted bytes that a device sends."""
     expected: Sent
     """The bytes that a device should send."""
-    gathers: float
-    """The rows of tokens and token copies that gathers read in a layer, in multiples of the rows of its experts."""
+    passes: RowPasses
+    """The rows that a layer moves, in multiples of the rows of its experts."""
+    gates_alone: float
+    """The exchanges of gates in a layer beside which no rows are gathered and no products run."""
     updates: int | None
     """The least number of updates of a ragged exchange for each pair of ranks; None without such exchanges."""
     kernels: tuple[float, float]
@@ -117,7 +126,7 @@ def measure(case: Case) -> Measured:
     compiled = compile_step(MODEL, parallel, layers=case.layers, scanned=case.scanned)
     program, temporary = read_compiled(compiled)
     transfers = list(program.transfers())
-    moves, gathered = [], 0
+    moves, gathered, gates_alone = [], 0, 0.0
     for transfer in transfers:
         if transfer_content(transfer) == "replicas":
             products = [one for one in transfer.between if program.is_gemm(one)]
@@ -134,11 +143,18 @@ def measure(case: Case) -> Measured:
                     round(sent_bytes(transfer, ranks)),
                 )
             )
+        if transfer_content(transfer) == "gates":
+            beside = any(
+                program.is_kernel(one) or program.is_gemm(one) or program.gathers(one, MODEL.width)
+                for one in transfer.between
+            )
+            gates_alone += 0 if beside else transfer.times / case.layers
         if transfer.kind == "all-gather":
             gathered = max(gathered, *(prod(shape) for _, shape in transfer.start.arrays))
     sent = count_sent(transfers, parallel.mesh.shape)
     assert parallel.capacities is not None
-    gathers = program.gathered(MODEL.width) / (case.layers * parallel.capacities.rows)
+    rows = case.layers * parallel.capacities.rows
+    passes = RowPasses(*(moved / rows for moved in program.row_passes(MODEL.width)))
     updates = [
         prod(transfer.operands[2][1]) // parallel.topology.ranks_per_node
         for transfer in transfers
@@ -151,7 +167,7 @@ def measure(case: Case) -> Measured:
         / case.layers
         for backward in (False, True)
     )
-    return Measured(temporary, moves, gathered, sent, expected, gathers, fewest, (forward, after))
+    return Measured(temporary, moves, gathered, sent, expected, passes, gates_alone, fewest, (forward, after))
 
 
 def judge(way: Way, scanned: bool, measured: Mapping[Case, Measured]) -> Iterator[Finding]:
@@ -181,11 +197,19 @@ def _judge_kernels(case: Case, kernels: tuple[float, float]) -> Finding:
 
 
 def _judge_exchange(case: Case, measured: Measured) -> Iterator[Finding]:
+    most, passes = MOST_PASSES[case.way], measured.passes
     yield Finding(
         case.stack,
-        f"gathers of a layer read at most {MOST_GATHERS[case.way]} times the rows of experts",
-        f"{measured.gathers:.2f} times",
-        measured.gathers <= MOST_GATHERS[case.way],
+        f"a layer gathers at most {most.read:g} times the rows of experts, writes {most.written:g} and copies"
+        f" {most.copied:g}",
+        ", ".join(f"{moved:.2f}" for moved in passes),
+        all(moved <= limit for moved, limit in zip(passes, most, strict=True)),
+    )
+    yield Finding(
+        case.stack,
+        f"at most {GATES_ALONE[case.way]} exchanges of gates in a layer run beside no gather of rows or product",
+        f"{measured.gates_alone:g}",
+        measured.gates_alone <= GATES_ALONE[case.way],
     )
     if measured.updates is not None:
         yield Finding(

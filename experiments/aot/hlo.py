@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
-from typing import Final
+from typing import Final, NamedTuple
 
 COLLECTIVES: Final = (
     "all-gather",
@@ -82,6 +82,17 @@ class Transfer:
     asynchronous: bool
     between: tuple[Instruction, ...]
     """The instructions between start and done; empty if it is not asynchronous."""
+
+
+class RowPasses(NamedTuple):
+    """The rows of tokens and token copies that a program moves in its memory."""
+
+    read: float
+    """The rows that gathers read. Rows that they drop, and those of padding, count too."""
+    written: float
+    """The rows that the kernels with these gathers write."""
+    copied: float
+    """The rows of copied buffers of exchanges."""
 
 
 @dataclass(frozen=True)
@@ -189,16 +200,34 @@ class Program:
                     kind, instruction, operands, op_name, times, asynchronous and not sync, between
                 )
 
-    def gathered(self, width: int) -> float:
-        """Return the number of rows of ``width`` numbers that all gathers of a run read, in fusions too."""
-        return sum(
-            self.executions[name] * prod(shape) / width
-            for name, body in self.computations.items()
-            for instruction in body
-            if instruction.opcode == "gather"
-            for _, shape in instruction.arrays
-            if shape[-1:] == (width,)
+    def row_passes(self, width: int) -> RowPasses:
+        """Count the rows of ``width`` numbers that a run gathers and copies."""
+
+        def rows(one: Instruction) -> float:
+            return sum(prod(shape) / width for _, shape in one.arrays if shape[-1:] == (width,))
+
+        every = [(name, one) for name, body in self.computations.items() for one in body]
+        executed = [each for each in every if each[0] not in self._wrapped]
+        return RowPasses(
+            read=sum(self.executions[name] * rows(one) for name, one in every if one.opcode == "gather"),
+            written=sum(
+                self.executions[name] * rows(one) for name, one in executed if self.gathers(one, width)
+            ),
+            # Arrays of rows have two axes, as those of exchanges; the tokens of a layer have more.
+            copied=sum(
+                self.executions[name] * rows(one)
+                for name, one in executed
+                if one.opcode == "copy" and len(one.arrays[0][1]) == 2
+            ),
         )
+
+    def gathers(self, instruction: Instruction, width: int) -> bool:
+        """Return whether an instruction gathers rows of ``width`` numbers, in a fusion too."""
+        if instruction.opcode == "fusion":
+            return any(
+                self.gathers(inner, width) for name in instruction.called for inner in self.computations[name]
+            )
+        return instruction.opcode == "gather" and instruction.arrays[0][1][-1:] == (width,)
 
     def is_gemm(self, instruction: Instruction) -> bool:
         """Return whether an instruction is a matrix product: a library call, a dot, or a fusion that contains one."""

@@ -228,8 +228,10 @@ def balanced_time(
             ranks > 1
         )
         inside = jnp.zeros_like(between)
-    # Where there are lanes, rows are packed once more on their way back.
-    if cost.hierarchical:
+    # Where there are lanes, rows are packed once more on their way back; but not where the next exchange is ragged.
+    if cost.hierarchical and cost.exchange == "ragged":
+        gathered = arrived + away + 1.5 * copies
+    elif cost.hierarchical:
         gathered = gathered + 2 * (
             away * (kind_between(cost) in IN_LANES) + near * (cost.exchange in IN_LANES)
         )

@@ -7,17 +7,21 @@ The list follows what layers run (`relibra_jax.execution`). A hop of dispatch is
     exchange  the collective over the links, which reads and writes buffers meanwhile
     gates     the collective of the gates, and the gathers around it
     pick      the delivered rows are gathered from what has arrived. Ragged exchanges deliver rows where they are
-              needed, so that they have none
+              needed, so that they have none; and what they send on is gathered from where it arrives, so that the hop
+              before them has none either
 
-and a hop of combine is choice, pack back (not with ragged exchanges), exchange back, and
+and a hop of combine is choice, pack back (not with ragged exchanges, nor before them), exchange back, and
 
-    sum       the copies of each token are gathered and added up
+    sum       the copies of each token are gathered and added up; those of a ragged exchange, into the rows that the
+              hop before it sends back
 
 The backward pass is combine and dispatch in reverse: gradients of outputs are dispatched, and those of tokens and gates
 are combined. Multiplications by one or NaN are fused into gathers; their small kernels count as checks.
 
 An operation takes as long as the slowest of its links, its memory and its products; and in addition a launch for each
-kernel, a latency for each collective, and a wait for each choice. The rates are those of
+kernel, a latency for each collective, and a wait for each choice. Gates have collectives of their own, whose latency
+counts where nothing else runs beside them: compiled programs run the others beside gathers of rows and products
+(``make aot``). The rates are those of
 `relibra_jax.cost.hardware`, by which `relibra_jax.cost.cost_model.CostModel.price` prices batches.
 """
 
@@ -215,24 +219,30 @@ class _Layer:
         scope = "dispatch" if gates else "combine"
         if self.run.striped:
             yield from self._stripe(during, scope, gates=gates, suffix=suffix)
-        for hop in self.hops:
+        for hop, after in zip(self.hops, [*self.hops[1:], None], strict=True):
             if hop.ranks > 1:
                 yield from self._choice(during, scope, hop, suffix)
                 yield self._gather(_named("pack", hop, suffix), during, scope, hop.leaving, hop.buffer)
                 yield from self._exchange(during, scope, hop, gates=gates, suffix=suffix)
-            if hop.kind != "ragged" or hop.ranks == 1:
+            if (hop.kind != "ragged" or hop.ranks == 1) and not _is_ragged(after):
                 yield self._gather(_named("pick", hop, suffix), during, scope, hop.arriving, hop.delivered)
 
     def _combine(self, during: Pass, *, gates: bool) -> Iterator[Operation]:
         """Yield the way of results back; in the backward pass, of the gradients of tokens and gates."""
         scope = "dispatch" if gates else "combine"
-        for hop in reversed(self.hops):
+        for before, hop, after in zip(
+            [None, *self.hops[:-1]][::-1], self.hops[::-1], [*self.hops[1:], None][::-1], strict=True
+        ):
             if hop.ranks > 1:
                 yield from self._choice(during, scope, hop, " back")
-                if hop.kind != "ragged":
+                if hop.kind != "ragged" and not _is_ragged(after):
                     yield self._gather(_named("pack", hop, " back"), during, scope, hop.leaving, hop.buffer)
                 yield from self._exchange(during, scope, hop, gates=gates, suffix=" back")
-            yield self._gather(_named("sum", hop, ""), during, scope, hop.arriving, hop.elements)
+            written = hop.elements
+            if before is not None and _is_ragged(hop):
+                kept = before.arriving / before.ranks
+                written = kept + (before.buffer if before.ranks > 1 else 0.0)
+            yield self._gather(_named("sum", hop, ""), during, scope, hop.arriving, written)
         if self.run.striped:
             yield from self._stripe(during, scope, gates=gates, suffix=" back")
 
@@ -254,8 +264,10 @@ class _Layer:
             moved = size * (hop.buffer + hop.delivered)
             across, inside = hop.across * size, hop.inside * size
             name = _named("gates", hop, suffix)
+            # Dispatched gates follow their rows through a ragged exchange, and the experts wait for both.
+            alone = int(hop.kind == "ragged" and "back" not in suffix)
             yield Operation(
-                name, during, "small", scope, moved, moved, across, inside, launches=2, collectives=1
+                name, during, "small", scope, moved, moved, across, inside, launches=2, collectives=alone
             )
 
     def _stripe(self, during: Pass, scope: str, *, gates: bool, suffix: str) -> Iterator[Operation]:
@@ -293,6 +305,10 @@ class _Layer:
         kind: tuple[Pass, Part, str] = (during, "replicas", "replica_fetch")
         yield Operation(f"{name}, copies", *kind, copies, copies, launches=1 + exchanges)
         yield Operation(name, *kind, size, size, inside=away * size, collectives=exchanges)
+
+
+def _is_ragged(hop: HopRows | None) -> bool:
+    return hop is not None and hop.kind == "ragged"
 
 
 def _named(name: str, hop: HopRows, suffix: str) -> str:

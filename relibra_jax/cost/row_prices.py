@@ -6,7 +6,8 @@ price for each row (`relibra_jax.cost.traffic` counts what is sent):
 
     crossing  its part of a lane between nodes, and the gather that packs it into the send buffer
     inside    the same for a lane inside a node
-    arrival   the gathers of a token that arrives in a node, and its row of a buffer with spare room
+    arrival   the gathers of a token that arrives in a node, and its row of a buffer with spare room, which none needs
+              before a ragged exchange
     slot      the gathers of a token copy, and its row of the buffer of the experts' slots
 
 Layers in pieces run the exchange of one piece beside the experts of another. Their time is a convex function of the
@@ -64,13 +65,14 @@ def row_prices(cost: Price, topology: Topology) -> RowPrices:
     slot = gather * (1 + room / 2)
     if cost.hierarchical:
         hops = ((kind_between(cost), crossing, nodes), (cost.exchange, spread, local))
+        ragged = cost.exchange == "ragged"
         across, within = (
-            lanes[kind] * price + gather * (1 + parts / max(parts - 1, 1) * lanes[kind])
+            lanes[kind] * price + gather * ((not ragged) + parts / max(parts - 1, 1) * lanes[kind])
             if kind in lanes
             else price
             for kind, price, parts in hops
         )
-        return RowPrices(across, within, 0.0, gather * (1 + room), slot)
+        return RowPrices(across, within, 0.0, gather if ragged else gather * (1 + room), slot)
     if cost.exchange in lanes:
         lane = lanes[cost.exchange]
         away = max(crossing * (ranks - local), spread * (local - 1)) + ranks * gather

@@ -207,7 +207,8 @@ def _hierarchical_sent(
     lanes = _hierarchical_lanes(pairs, visits, topology)
     if cost.exchange == "ragged":
         (across,) = _lanes(dataclasses.replace(cost, exchange="fitted"), lanes[:1], room)
-        gathered = nodes * across + traffic.slow_sent + arriving + arrived + copies + room(copies) / 2
+        # Rows that arrive are gathered once, and sums are written into the lanes between nodes and where they are kept.
+        gathered = nodes * across + tokens + copies + room(copies) / 2
         return Sent(jnp.broadcast_to((nodes - 1) * across, slow.shape), fast, gathered)
     across, inside = _lanes(cost, lanes, room)
     # Of the rows that leave and those that arrive, the kept ones are the same and are not packed.
