@@ -159,7 +159,7 @@ lock:  ## renew the locks
 	rm -f requirements-lowest.lock  # or its versions would be kept
 	.venv-lock/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	    --no-header --no-annotate --resolution lowest-direct --extra dev --python "$(PYTHON)" -o requirements-lowest.lock pyproject.toml
-	printf 'jax-cuda13-plugin==0.11.2\njax-cuda13-pjrt==0.11.2\nnvidia-cuda-nvcc==13.5.37\nnvidia-nvvm==13.5.37\n' | .venv-lock/bin/uv pip compile --quiet --no-deps \
+	printf 'jax-cuda13-plugin==0.11.2\njax-cuda13-pjrt==0.11.2\nnvidia-cuda-nvcc==13.5.37\nnvidia-cuda-nvdisasm==13.5.37\nnvidia-nvvm==13.5.37\n' | .venv-lock/bin/uv pip compile --quiet --no-deps \
 	    --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --python "$(PYTHON)" \
 	    -o requirements-aot.lock -
 	rm -rf .venv-lock

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pallas_kernels.flash_attention.api import CHECK
-from pallas_kernels.implementation import why_not_ampere, why_not_hopper
+from pallas_kernels.flash_attention.api import CHECK as ATTENTION_CHECK
+from pallas_kernels.grouped_dot_float8.api import CHECK as FLOAT8_CHECK
+from pallas_kernels.implementation import why_not_ada, why_not_ampere, why_not_hopper
 from pallas_kernels.verdicts import Verdict, find_verdict, has_agreed, trust_together
 
 PLATFORM: Final = "gpu"
@@ -54,4 +55,9 @@ def reasons_not_to_check() -> dict[str, str | None]:
     """Return the implementations to check, each with the reason why it cannot run on this machine, or None."""
     device = jax.local_devices()[0]
     ampere = why_not_ampere(device)
-    return {"mosaic": why_not_hopper(device.device_kind), "triton": ampere, CHECK: ampere}
+    return {
+        "mosaic": why_not_hopper(device.device_kind),
+        "triton": ampere,
+        ATTENTION_CHECK: ampere,
+        FLOAT8_CHECK: why_not_ada(device),
+    }

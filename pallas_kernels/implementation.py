@@ -1,11 +1,10 @@
 """The choice of an implementation, shared by all functions of this package."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.hopper.persistent_kernel import STEP
 from pallas_kernels.hopper.persistent_kernel import interpreted as hopper_interpreted
@@ -14,12 +13,18 @@ from pallas_kernels.verdicts import is_trusted
 
 KERNEL_DTYPES: Final = ("bfloat16", "float16", "float32")
 """The output dtypes that all kernels support, and the row dtypes that the Triton kernels support."""
+ROW_DTYPES: Final = {"mosaic": ("bfloat16",), "triton": KERNEL_DTYPES}
+"""The row dtypes of the kernels, unless a function says otherwise."""
 AMPERE_AND_LATER: Final = (
     r"\bNVIDIA\b.*\b(A(2|10G?|16|30|40|100X?|800)|L(2|4|20|40S?)|G?H(\d{3}|20)|G?B(\d{3}|10)"
     r"|RTX (A\d{4}|[345]0\d\d|PRO \d{4}|\d{4} (SFF )?Ada))\b"
 )
 """A pattern for the device kinds with compute capability 8.0 or higher, from NVIDIA's list of CUDA GPUs. It is needed
 for device descriptions (`jax.sharding.AbstractDevice`), which do not contain the compute capability."""
+ADA_AND_LATER: Final = (
+    r"\bNVIDIA\b.*\b(L(2|4|20|40S?)|G?H(\d{3}|20)|G?B(\d{3}|10)|RTX ([45]0\d\d|PRO \d{4}|\d{4} (SFF )?Ada))\b"
+)
+"""A pattern for those of 8.9 or higher, whose tensor cores multiply float8."""
 
 
 def choose_implementation(
@@ -29,6 +34,7 @@ def choose_implementation(
     out_dtype: Any,
     *,
     check: str | None = None,
+    row_dtypes: Mapping[str, Sequence[str]] = ROW_DTYPES,
     **dimensions: int,
 ) -> str:
     """Return the name of the implementation to run: the one that the caller named, or else the fastest that can run.
@@ -42,6 +48,7 @@ def choose_implementation(
             program is compiled for other devices, the device that the mesh describes.
         out_dtype: the dtype of the result.
         check: the name of the check that the kernels must have passed. None for the name of the implementation.
+        row_dtypes: the row dtypes of each kernel that ``implementations`` has.
         dimensions: the two dimensions of the weight matrices, by their names in error messages.
 
     Returns:
@@ -54,7 +61,7 @@ def choose_implementation(
         raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
     for kernels, why_not in {"mosaic": _why_not_mosaic, "triton": _why_not_triton}.items():
         if name in (None, kernels) and kernels in implementations:
-            reason = why_not(rows, out_dtype, dimensions)
+            reason = _why_not_dtypes(rows, out_dtype, row_dtypes[kernels]) or why_not(rows, dimensions)
             if reason and name:
                 raise ValueError(f"implementation={name!r} cannot run: {reason}")
             if not reason and (
@@ -68,25 +75,29 @@ def _interpreted() -> bool:
     return hopper_interpreted() or triton_interpreted()
 
 
-def _why_not_mosaic(rows: jax.Array, out_dtype: Any, dimensions: Mapping[str, int]) -> str | None:
-    """Return the reason why the Hopper kernels cannot run, or None if they can."""
-    if rows.dtype != jnp.bfloat16:
-        return f"rows are {rows.dtype}, not bfloat16"
+def _why_not_dtypes(rows: jax.Array, out_dtype: Any, row_dtypes: Sequence[str]) -> str | None:
+    """Return the reason why kernels for these row dtypes cannot run, or None if the dtypes are right."""
+    if rows.dtype not in row_dtypes:
+        expected = row_dtypes[0] if len(row_dtypes) == 1 else f"one of {', '.join(row_dtypes)}"
+        return f"rows are {rows.dtype}, not {expected}"
     if out_dtype not in KERNEL_DTYPES:
         return f"out_dtype={out_dtype} is not one of {', '.join(KERNEL_DTYPES)}"
+    return None
+
+
+def _why_not_mosaic(rows: jax.Array, dimensions: Mapping[str, int]) -> str | None:
+    """Return the reason why the Hopper kernels cannot run, or None if they can."""
     for name, size in dimensions.items():
         if size < STEP or size % STEP:
             return f"{name}={size} is not a positive multiple of {STEP}"
     return None if hopper_interpreted() else why_not_hopper(_device(rows).device_kind)
 
 
-def _why_not_triton(rows: jax.Array, out_dtype: Any, _: Mapping[str, int]) -> str | None:
+def _why_not_triton(rows: jax.Array, _: Mapping[str, int]) -> str | None:
     """Return the reason why the Triton kernels cannot run, or None if they can. They accept any dimensions."""
-    if rows.dtype not in KERNEL_DTYPES:
-        return f"rows are {rows.dtype}, not one of {', '.join(KERNEL_DTYPES)}"
-    if out_dtype not in KERNEL_DTYPES:
-        return f"out_dtype={out_dtype} is not one of {', '.join(KERNEL_DTYPES)}"
-    return None if triton_interpreted() else why_not_ampere(_device(rows))
+    if triton_interpreted():
+        return None
+    return (why_not_ada if rows.dtype.itemsize == 1 else why_not_ampere)(_device(rows))
 
 
 def _device(rows: jax.Array) -> Any:
@@ -123,12 +134,28 @@ def why_not_ampere(device: Any) -> str | None:
     >>> why_not_ampere(jax.sharding.AbstractDevice("Tesla V100-SXM2-16GB", num_cores=80, platform="gpu"))
     'Tesla V100-SXM2-16GB is not known to be an NVIDIA GPU of compute capability 8.0 or higher'
     """
+    return _why_not_capability(device, "8.0", AMPERE_AND_LATER)
+
+
+def why_not_ada(device: Any) -> str | None:
+    """Return the reason why a device is not an NVIDIA GPU that multiplies float8, as `why_not_ampere` does.
+
+    >>> why_not_ada(jax.sharding.AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"))
+    'NVIDIA A100-SXM4-80GB is not known to be an NVIDIA GPU of compute capability 8.9 or higher'
+    """
+    return _why_not_capability(device, "8.9", ADA_AND_LATER)
+
+
+def _why_not_capability(device: Any, least: str, kinds: str) -> str | None:
+    """Return the reason why a device has a lower compute capability, or has none and is not one of these kinds."""
     capability = getattr(device, "compute_capability", None)
     if capability is None:
-        if re.search(AMPERE_AND_LATER, device.device_kind):
+        if re.search(kinds, device.device_kind):
             return None
-        return f"{device.device_kind} is not known to be an NVIDIA GPU of compute capability 8.0 or higher"
+        return (
+            f"{device.device_kind} is not known to be an NVIDIA GPU of compute capability {least} or higher"
+        )
     # On GPUs of other vendors the attribute is a name, not a number.
-    if re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8:
+    if re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= float(least):
         return None
-    return f"{device.device_kind} has compute capability {capability}, but NVIDIA's 8.0 or higher is required"
+    return f"{device.device_kind} has compute capability {capability}, but NVIDIA's {least} or higher is required"

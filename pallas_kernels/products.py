@@ -14,13 +14,19 @@ into one sum:
 
     sums = [[Sweep(0, (GATE,)), Sweep(1, (UP,))]]      sum 0 = dg gate^T + du up^T, with transposed matrices
 
+Of float8 operands, every block of 128 elements of the contraction has scales (`BlockScales`). The product of a block is
+multiplied by them before it is added to the sum, which is the only one.
+
 A *weight gradient* sums ``a^T b`` over the rows of each group, for one or more pairs of row operands a and b.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
+
+SCALE_BLOCK: Final = 128
+"""The number of elements of the contraction that share a scale: of one row, or of 128 columns of a matrix."""
 
 
 class Sweep(NamedTuple):
@@ -38,6 +44,15 @@ type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], 
 columns]``, row sums ``[rows]``. The scale can be multiplied with the sums."""
 
 
+class BlockScales(NamedTuple):
+    """The scales of float8 operands, float32; in a kernel, references to them."""
+
+    rows: Any
+    """The scales of each row's blocks, ``[k / 128, r]``: neighbouring rows are read together."""
+    weights: Any
+    """The scales of the blocks of each slot's matrix, ``[all slots, n / 128, k / 128]``."""
+
+
 class RowProductOperands(NamedTuple):
     """The arrays that a row-product kernel reads; in the kernel, references to them."""
 
@@ -49,6 +64,8 @@ class RowProductOperands(NamedTuple):
     """The weight buffers."""
     scale: list[Any]
     """The factor of each row for the epilogue; empty if it uses none."""
+    block_scales: list[BlockScales]
+    """The scales of float8 operands; empty for other operands."""
 
 
 class WeightGradientOperands(NamedTuple):

@@ -5,8 +5,8 @@
 ``implementation=None`` never chooses a kernel that has not passed this check: results must not come from a kernel that
 was never verified on this GPU, with this driver and this version of JAX. The check compares the grouped MLP and all its
 gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles. The kernels of
-attention have a check of their own. Both check that repeated runs give the same bits, and take seconds.
-`pallas_kernels.verdicts` runs them and keeps their results.
+attention and of float8 products have checks of their own. All check that repeated runs give the same bits, and take
+seconds. `pallas_kernels.verdicts` runs them and keeps their results.
 
 On several hosts, run the command on each of them before the first launch: it saves the first start minutes. All
 processes of a program choose the same kernels, those that have passed in each of them (`pallas_kernels.agreement`).
@@ -24,8 +24,13 @@ import numpy as np
 
 from pallas_kernels.agreement import reasons_not_to_check
 from pallas_kernels.compare import check_close, same_bits
-from pallas_kernels.flash_attention.api import CHECK, flash_attention
+from pallas_kernels.flash_attention.api import CHECK as ATTENTION_CHECK
+from pallas_kernels.flash_attention.api import flash_attention
+from pallas_kernels.grouped_dot_float8.api import CHECK as FLOAT8_CHECK
+from pallas_kernels.grouped_dot_float8.api import FLOAT8, grouped_dot_float8
 from pallas_kernels.grouped_mlp.api import grouped_mlp
+from pallas_kernels.implementation import why_not_hopper
+from pallas_kernels.products import SCALE_BLOCK
 from pallas_kernels.verdicts import run_check
 
 SIZES: Final = ((640, 256), (4096, 1024))
@@ -37,15 +42,22 @@ REPEATS: Final = 20
 
 
 def check_here(implementation: str) -> None:
-    """Check an implementation of grouped products, or the kernels of attention, in this process.
+    """Check an implementation of grouped products, or the kernels of attention or of float8, in this process.
 
     Raises:
         ValueError: if a result is wrong, or if two runs differ in any bit.
     """
-    if implementation == CHECK:
+    if implementation == ATTENTION_CHECK:
         for tokens, width, dtype in ATTENTION:
             name = f"attention of {tokens} tokens, {dtype} heads of {width}"
             check_case("triton", name, attention_with_gradients, attention_operands(tokens, width, dtype))
+        return
+    if implementation == FLOAT8_CHECK:
+        kernels = "triton" if why_not_hopper(jax.local_devices()[0].device_kind) else "mosaic"
+        for rows, width in SIZES:
+            check_case(
+                kernels, f"{rows} float8 rows of {width}", float8_product, float8_operands(rows, width)
+            )
         return
     for rows, width in SIZES:
         check_case(implementation, f"{rows} rows of {width}", mlp_with_gradients, mlp_operands(rows, width))
@@ -83,6 +95,27 @@ def mlp_operands(rows: int, width: int) -> tuple[Any, ...]:
     )
     buffers = weights[: slots[0]], weights[slots[0] :]
     return x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
+
+
+def float8_operands(rows: int, width: int) -> tuple[Any, ...]:
+    """Return float8 operands of a grouped product with scales of blocks, likewise."""
+    x, buffers, sizes, *_ = mlp_operands(rows, width)
+    keys = jax.random.split(jax.random.key(1), 3)
+
+    def scales(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.uniform(key, shape, jnp.float32, 0.25, 4.0)
+
+    blocks = width // SCALE_BLOCK
+    weights = [buffer[:, 0].astype(FLOAT8) for buffer in buffers]
+    of_weights = [
+        scales(key, len(buffer), blocks, blocks) for key, buffer in zip(keys[1:], buffers, strict=True)
+    ]
+    return x.astype(FLOAT8), scales(keys[0], rows, blocks), weights, of_weights, sizes
+
+
+def float8_product(implementation: str, *operands: Any) -> dict[str, Any]:
+    """Return the grouped product of float8 operands, by name."""
+    return {"out": grouped_dot_float8(*operands, implementation=implementation)}
 
 
 def attention_operands(tokens: int, width: int, dtype: str) -> tuple[Any, ...]:

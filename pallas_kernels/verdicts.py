@@ -43,8 +43,8 @@ class Verdict(NamedTuple):
 def is_trusted(implementation: str, device_kind: str) -> bool:
     """Return whether an implementation passes its check on this machine; run the check if no verdict is cached.
 
-    The kernels of attention have a check of their own, with the name "attention". In a program of several processes,
-    the answer is what they have agreed on, and False before they have.
+    The kernels of attention and of float8 products have checks of their own, "attention" and "float8". In a program of
+    several processes, the answer is what they have agreed on, and False before they have.
 
     If it is False, or if this machine has no such device, this prints the reason once to standard error. A program that
     is compiled for devices of another machine must name its implementation.

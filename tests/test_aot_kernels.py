@@ -10,6 +10,9 @@ from pallas_kernels.hopper.tile_sizes import MODELS, Problem, choose_tile_sizes
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 168 registers\n"
 
 
+SASS = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24 ;"
+
+
 def compiled(kernels, assembled, *, temporary=0, shared=1000, height=128):
     return Compiled(kernels, temporary, shared, frozenset({height}), assembled)
 
@@ -32,7 +35,7 @@ def test_kernel_cases_have_one_two_and_three_weight_buffers():
 def test_judge_kernels_fails_a_kernel_that_does_not_compile():
     clean = CLEAN
     cases = [case for case in KERNEL_CASES if case.sound]
-    sound = {case: compiled(KERNELS[case.part], clean * KERNELS[case.part]) for case in cases}
+    sound = {case: compiled(KERNELS[case.part], clean * KERNELS[case.part] + SASS) for case in cases}
     assert all(finding.good for finding in judge_kernels(sound))
     serial = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
     ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain ..."
@@ -64,6 +67,19 @@ def test_judge_kernels_fails_a_kernel_that_does_not_compile():
         "168, 168, 160 for a thread, in tiles of 128 rows",
         "168, 168, 168, 168, 128 for a thread, in tiles of 64 rows",
     ]
+
+
+def test_judge_kernels_requires_instructions_of_float8():
+    case = next(case for case in KERNEL_CASES if case.part == "float8")
+    wider = SASS.replace("QGMMA.64x128x32.F32.E4M3.E4M3", "HGMMA.64x128x16.F32.BF16")
+    for text, result, good in (
+        (SASS * 4, "4 instructions of float8, 0 of other products", True),
+        (SASS + wider, "1 instructions of float8, 1 of other products", False),
+        (wider, "0 instructions of float8, 1 of other products", False),
+        ("", "nvdisasm is not installed", None),
+    ):
+        *_, last = judge_kernels({case: compiled(2, CLEAN * 2 + text)})
+        assert (last.result, last.good) == (result, good)
 
 
 def test_judge_kernels_requires_bad_tiles_to_be_rejected():

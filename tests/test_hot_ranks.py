@@ -28,7 +28,7 @@ GATES = gates_of(VALUES, IDS).astype(jnp.float32)
 PARALLEL = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path="flat")
 ALL = HotRanks(threshold=0.0, min_rows=1)
 HOT = HotRanks(threshold=1.0, min_rows=1)
-REFUSAL = "grouped_mlp_float8 has no gradient: float8 is for rollout and recompute, not for updates"
+REFUSAL = "grouped_dot_float8 has no gradient: float8 is for rollout and recompute, not for updates"
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from pallas_kernels.hopper.persistent_kernel import STEP, TileSizes
 from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-from pallas_kernels.products import Sweep
+from pallas_kernels.products import BlockScales, Sweep
 
 SUMS = {
     "product": [[Sweep(0, (0,))]],
@@ -40,7 +40,8 @@ SUMS = {
     "one sum": [[Sweep(0, (0,)), Sweep(1, (1,))]],
 }
 GRADIENT = "weight gradient"
-KERNELS = [*SUMS, GRADIENT]
+FLOAT8 = "float8"
+KERNELS = [*SUMS, GRADIENT, FLOAT8]
 ROWS = 80
 SIZES = (5, 0, 70)
 """The rows of each group; padding follows. In tiles of 128 rows, some warpgroups and blocks have no row of a group."""
@@ -55,6 +56,18 @@ def ring(name, height, stages, cluster, warps=1):
         if name == GRADIENT:
             a, b = (jnp.zeros((ROWS, width), jnp.bfloat16) for width in (tiles.cluster_height, tiles.width))
             return weight_gradient_kernel([(a, b)], offsets, (len(SIZES),), tiles=tiles)
+        if name == FLOAT8:
+            return row_product_kernel(
+                [jnp.zeros((ROWS, 256), jnp.float8_e4m3fn)],
+                [jnp.zeros((len(SIZES), 1, tiles.width, 256), jnp.float8_e4m3fn)],
+                offsets,
+                block_scales=BlockScales(jnp.zeros((2, ROWS)), jnp.zeros((len(SIZES), 1, 2))),
+                sums=SUMS["product"],
+                transposed=True,
+                epilogue=lambda sums, _: (sums, None),
+                padding=True,
+                tiles=tiles,
+            )
         return row_product_kernel(
             [jnp.zeros((ROWS, 2 * STEP), jnp.bfloat16)] * 2,
             [jnp.zeros((len(SIZES), 3, 2 * STEP, tiles.width), jnp.bfloat16)],
@@ -126,7 +139,8 @@ def without(kernel, leave_out):
 
 
 @pytest.mark.parametrize(
-    ("name", "height", "stages"), [("two sums", 128, 2), (GRADIENT, 128, 2), ("product", 64, 3)]
+    ("name", "height", "stages"),
+    [("two sums", 128, 2), (GRADIENT, 128, 2), ("product", 64, 3), (FLOAT8, 128, 2)],
 )
 def test_every_wait_arrival_and_copy_is_needed(name, height, stages):
     kernel = ring(name, height, stages, 1)

@@ -162,7 +162,7 @@ def test_check_here_checks_the_kernels_of_attention(monkeypatch):
 def test_main_skips_implementations_that_cannot_run(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton", "attention"]
+    assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton", "attention", "float8"]
     assert not verdicts_path().exists()
 
 
@@ -188,7 +188,7 @@ def test_choose_implementation_needs_a_passed_check(monkeypatch, capsys):
 @pytest.fixture
 def two_processes(monkeypatch):
     """Pretend that this is process 0 of 2, and that the kernels can run on CPUs; returns what process 1 trusts."""
-    other = {"mosaic": True, "triton": True, "attention": True}
+    other = {"mosaic": True, "triton": True, "attention": True, "float8": True}
 
     def gather(own):
         return np.stack([own, [other[name] for name in agreement.reasons_not_to_check()]])

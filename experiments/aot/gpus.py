@@ -41,6 +41,11 @@ class Gpu(NamedTuple):
     """The shared memory of a multiprocessor in KiB; a block may use 1 KiB less."""
 
     @property
+    def multiplies_float8(self) -> bool:
+        """Whether its tensor cores multiply float8."""
+        return self.capability >= (8, 9)
+
+    @property
     def shared_of_block(self) -> int:
         """The bytes of shared memory that a block may use."""
         return (self.shared - 1) * KIB

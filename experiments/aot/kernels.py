@@ -9,6 +9,9 @@ The assembler, ptxas, reports what makes kernels slow: registers that it spilled
 serialised. It also reports the registers of a thread. With too many, a kernel cannot be launched. With too few, its
 warpgroups wait for more forever.
 
+The float8 products of `experiments.float8` are also disassembled, if the disassembler, nvdisasm, is installed: their
+instructions must be those of float8 tensor cores.
+
 Two programs with bad tiles show that the checks reject them: one whose accumulators do not fit into registers, and one
 whose steps do not fit into shared memory.
 """
@@ -31,8 +34,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.findings import Finding, print_findings
 from experiments.aot.h100 import h100_mesh
+from experiments.float8.grouped_mlp import grouped_mlp_float8
 from pallas_kernels import grouped_dot, grouped_mlp
 from pallas_kernels.grouped_dot import mosaic as grouped_dot_mosaic
+from pallas_kernels.grouped_dot_float8 import mosaic as grouped_dot_float8_mosaic
 from pallas_kernels.grouped_mlp import mosaic as grouped_mlp_mosaic
 from pallas_kernels.hopper.persistent_kernel import (
     COPY_REGISTERS,
@@ -41,19 +46,29 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     TileSizes,
 )
-from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, Problem, choose_tile_sizes
+from pallas_kernels.hopper.tile_sizes import (
+    MODELS,
+    RANKS,
+    REPLICAS,
+    Problem,
+    choose_float8_tile_sizes,
+    choose_tile_sizes,
+)
 from relibra_jax.contract.types import Topology
 
-type Part = Literal["products", "mlp"]
-"""The computation of a program: the three grouped products, or the grouped MLP with gradients."""
+type Part = Literal["products", "mlp", "float8"]
+"""The computation of a program: the three grouped products, the grouped MLP with gradients, or its forward pass with
+float8 products."""
 
 ROWS: Final = 32_768
 FEW_ROWS: Final = 512
-KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
-"""The number of kernels of a program: three products, or for the MLP two forward and three backward."""
+KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5, "float8": 2}
+"""The number of kernels of a program: three products, for the MLP two forward and three backward, and in float8 one for
+gate and up and one for down."""
 REQUIREMENTS: Final[Mapping[Part, str]] = {
     "products": "forward, input and weight gradient: one kernel each, within shared memory",
     "mlp": "grouped MLP with gradients: two kernels forward, three backward, within shared memory",
+    "float8": "grouped MLP with float8 products: two kernels, within shared memory",
 }
 MOST_SPILLED: Final = 64
 """The bytes that a kernel may spill. A pointer that is read once per group may be spilled; spilled accumulators would
@@ -62,6 +77,7 @@ WARPGROUP_THREADS: Final = 128
 BLOCK_REGISTERS: Final = 65_536
 """The registers of a multiprocessor, and so the most of a block, on compute capability 9.0."""
 REGISTERS: Final = "registers: enough to launch, and to move between warpgroups"
+FLOAT8: Final = "float8: tensor cores multiply e4m3 (QGMMA), and nothing else (HGMMA)"
 BAD_TILES: Final = "bad tiles, which the checks must reject: they spill, or do not fit into shared memory"
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled per kernel, no serialised product"
 
@@ -107,6 +123,9 @@ KERNEL_CASES: Final = [
         for part in PARTS
     ),
     *(KernelCase("Qwen3-30B-A3B", part, tiles=(("height", 64), ("cluster", 2))) for part in PARTS),
+    KernelCase("Qwen3-30B-A3B", "float8"),
+    KernelCase("Qwen3-30B-A3B", "float8", FEW_ROWS, ()),
+    KernelCase(RESIDENTS, "float8", copies=(2, REPLICAS)),
     KernelCase("Qwen3-30B-A3B", "mlp", tiles=(("width", 192), ("stages", 3)), sound=False),
     KernelCase("Qwen3-30B-A3B", "products", tiles=(("stages", 9),), sound=False),
 ]
@@ -124,7 +143,7 @@ class Compiled(NamedTuple):
     heights: frozenset[int]
     """The numbers of rows of its kernels' tiles."""
     assembled: str
-    """The text that ptxas printed."""
+    """The text that ptxas and, for float8, nvdisasm printed."""
 
 
 def check_kernels(model: str, compiler: str = "") -> None:
@@ -140,10 +159,16 @@ def check_kernels(model: str, compiler: str = "") -> None:
 
 def versions() -> str:
     """Return the versions of JAX and of the assembler that Mosaic uses."""
-    ptxas = Path(os.environ["MOSAIC_GPU_CUDA_ROOT"]) / "bin" / "ptxas"
-    text = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [cuda_program("ptxas"), "--version"], capture_output=True, text=True, check=True
+    ).stdout
     (version,) = re.findall(r"\bV([\d.]+)", text)
     return f"JAX {jax.__version__}, ptxas {version}"
+
+
+def cuda_program(name: str) -> Path:
+    """Return the path of a program of the CUDA toolkit that Mosaic uses; it need not exist."""
+    return Path(os.environ["MOSAIC_GPU_CUDA_ROOT"]) / "bin" / name
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
@@ -152,18 +177,25 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
     heights, shared = set[int](), list[int]()
     count_bytes = mosaic_core._smem_tree_size
 
-    def choose(problem: Problem) -> TileSizes:
-        tiles = choose_tile_sizes(problem)._replace(**dict(case.tiles))
-        heights.add(tiles.height)
-        return tiles
+    def recorded(choose: Callable[[Problem], TileSizes]) -> Callable[[Problem], TileSizes]:
+        def choose_and_record(problem: Problem) -> TileSizes:
+            tiles = choose(problem)._replace(**dict(case.tiles))
+            heights.add(tiles.height)
+            return tiles
+
+        return choose_and_record
 
     def record_bytes(buffers: Any) -> int:
         shared.append(count_bytes(buffers))
         return shared[-1]
 
     with contextlib.ExitStack() as stack:
-        for module in (grouped_dot_mosaic, grouped_mlp_mosaic):
-            stack.enter_context(mock.patch.object(module, "choose_tile_sizes", choose))
+        for module, choose in (
+            (grouped_dot_mosaic, choose_tile_sizes),
+            (grouped_mlp_mosaic, choose_tile_sizes),
+            (grouped_dot_float8_mosaic, choose_float8_tile_sizes),
+        ):
+            stack.enter_context(mock.patch.object(module, choose.__name__, recorded(choose)))
         stack.enter_context(mock.patch.object(mosaic_core, "_smem_tree_size", record_bytes))
         compiled = _compile(case)
     if isinstance(compiled, str):
@@ -201,22 +233,35 @@ def _compile(case: KernelCase) -> tuple[jax.stages.Compiled, str] | str:
         out, pull = jax.vjp(call, rows, weights, scale)
         return out, *pull(d_out)
 
+    # What is computed from arguments is for the mesh's devices only inside shard_map.
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    def float8(rows, weights, sizes, scale):
+        return grouped_mlp_float8(rows, weights, sizes, scale, implementation="mosaic")
+
     try:
-        if case.part == "products":
+        if case.part == "float8":
+            lowered = jax.jit(float8).lower(rows, weights, sizes, scale)
+        elif case.part == "products":
             lowered = jax.jit(products).lower(rows, weights, sizes, array(case.rows, shape.expert_width))
         else:
             lowered = jax.jit(mlp).lower(rows, weights, sizes, scale, rows)
-        return with_ptxas(lowered.compile)
+        return with_ptxas(lowered.compile, disassemble=case.part == "float8")
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0][:120]
 
 
-def with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
+def with_ptxas[T](compile_program: Callable[[], T], *, disassemble: bool = False) -> tuple[T, str]:
     """Compile a program; returns it and the text that ptxas printed about its kernels.
 
     Mosaic's compiler prints the text from C++ if an environment variable is set.
+
+    Args:
+        compile_program: the function that compiles it.
+        disassemble: whether the text also contains the instructions of the kernels, if nvdisasm is installed.
     """
-    variable = "MOSAIC_GPU_DUMP_PTXAS"
+    variables = ["MOSAIC_GPU_DUMP_PTXAS"]
+    if disassemble and cuda_program("nvdisasm").exists():
+        variables.append("MOSAIC_GPU_DUMP_SASS")
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -224,8 +269,9 @@ def with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
         stack.callback(os.close, stdout)
         os.dup2(output.fileno(), 1)
         stack.callback(os.dup2, stdout, 1)
-        os.environ[variable] = "1"
-        stack.callback(os.environ.pop, variable)
+        for variable in variables:
+            os.environ[variable] = "1"
+            stack.callback(os.environ.pop, variable)
         program = compile_program()
         output.seek(0)
         return program, output.read()
@@ -258,6 +304,8 @@ def _judge_kernels(case: KernelCase, program: Compiled | str) -> Iterator[Findin
     yield Finding(case.name, REQUIREMENTS[case.part], result, good)
     yield _judge_assembled(case, program.assembled)
     yield _judge_registers(case, program)
+    if case.part == "float8":
+        yield _judge_float8(case, program.assembled)
 
 
 def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
@@ -281,6 +329,16 @@ def _judge_registers(case: KernelCase, program: Compiled) -> Finding:
     heights = " or ".join(map(str, sorted(program.heights)))
     result = f"{', '.join(map(str, registers))} for a thread, in tiles of {heights} rows"
     return Finding(case.name, f"{case.part}: {REGISTERS}", result, good)
+
+
+def _judge_float8(case: KernelCase, assembled: str) -> Finding:
+    products, others = (
+        len(re.findall(name, assembled)) for name in (r"\bQGMMA\.\S*\.E4M3\.E4M3\b", r"\bHGMMA\.")
+    )
+    if not products + others:
+        return Finding(case.name, FLOAT8, "nvdisasm is not installed", None)
+    result = f"{products} instructions of float8, {others} of other products"
+    return Finding(case.name, FLOAT8, result, products > 0 and not others)
 
 
 def _registers_fit(count: int, height: int) -> bool:

@@ -3,9 +3,10 @@
     python -m experiments.aot.triton_program A100 Qwen3-30B-A3B 2
 
 The arguments are a name in `GPUS`, a name in `MODELS`, and the numbers of slots of the weight buffers other than the
-homes. The program computes the grouped product, the grouped MLP and attention, all with gradients, inside
-`jax.shard_map` as a layer does, at the shape of one rank of eight. `experiments.aot.triton_kernels` runs it as a
-separate process, because XLA reports on kernels only in logs and dumps, which must be enabled before XLA starts.
+homes. The program computes the grouped product, the grouped MLP and attention, all with gradients, and a product of
+float8 operands if the GPU has them, inside `jax.shard_map` as a layer does, at the shape of one rank of eight.
+`experiments.aot.triton_kernels` runs it as a separate process, because XLA reports on kernels only in logs and dumps,
+which must be enabled before XLA starts.
 """
 
 import functools
@@ -17,14 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot.gpus import GPUS, gpu_mesh
 from experiments.aot.kernels import ROWS
-from pallas_kernels import flash_attention, grouped_dot, grouped_mlp
+from pallas_kernels import flash_attention, grouped_dot, grouped_dot_float8, grouped_mlp
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS
+from pallas_kernels.products import SCALE_BLOCK
 
 TOKENS: Final = 8192
 HEADS: Final = 32
 KEY_HEADS: Final = 4
 HEAD_WIDTH: Final = 128
 """The sizes of attention, those of Qwen3-30B-A3B."""
+
+
+FLOAT8_WIDTHS: Final = (2048, 1536)
+"""The numbers of columns of the rows and of the product in float8, those of Qwen3-30B-A3B's gate and up."""
 
 
 def compile_program(gpu: str, model: str, copies: list[int]) -> None:
@@ -46,7 +52,7 @@ def compile_program(gpu: str, model: str, copies: list[int]) -> None:
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=rank_spec, out_specs=rank_spec)
-    def program(rows, dot_weights, mlp_weights, sizes, scale, d_dot, tokens, keys, ranges):
+    def program(rows, dot_weights, mlp_weights, sizes, scale, d_dot, tokens, keys, ranges, float8):
         def mlp(rows, weights, scale):
             return grouped_mlp(rows, weights, sizes, scale, implementation="triton")
 
@@ -55,13 +61,24 @@ def compile_program(gpu: str, model: str, copies: list[int]) -> None:
         out, pull_out = jax.vjp(mlp, rows, mlp_weights, scale)
         attend = functools.partial(flash_attention, first=ranges, last=ranges, implementation="triton")
         attention, pull_attention = jax.vjp(attend, tokens, keys, keys)
-        return product, out, attention, pull_product(d_dot), pull_out(rows), pull_attention(attention)
+        gradients = pull_product(d_dot), pull_out(rows), pull_attention(attention)
+        products = [grouped_dot_float8(*each, sizes, implementation="triton") for each in float8]
+        return product, out, attention, gradients, products
 
     rows, d_dot = array(ROWS, shape.width), array(ROWS, shape.expert_width)
     scale, sizes = array(ROWS, dtype="float32"), array(sum(slots), dtype="int32")
     tokens, keys = (array(TOKENS, heads, HEAD_WIDTH) for heads in (HEADS, KEY_HEADS))
     ranges = array(TOKENS, dtype="int32")
-    program.lower(rows, weights(), weights(3), sizes, scale, d_dot, tokens, keys, ranges).compile()
+    width, columns = FLOAT8_WIDTHS
+    blocks = [size // SCALE_BLOCK for size in FLOAT8_WIDTHS]
+    float8 = (
+        array(ROWS, width, dtype="float8_e4m3fn"),
+        array(ROWS, blocks[0], dtype="float32"),
+        [array(count, columns, width, dtype="float8_e4m3fn") for count in slots],
+        [array(count, blocks[1], blocks[0], dtype="float32") for count in slots],
+    )
+    operands = rows, weights(), weights(3), sizes, scale, d_dot, tokens, keys, ranges
+    program.lower(*operands, [float8] if GPUS[gpu].multiplies_float8 else []).compile()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
-"""The grouped MLP with float8 rounding, forward only; it reproduces the numerical error of float8, not its speed.
+"""The grouped MLP with products of float8 operands, forward only.
 
 Rows, hidden rows and weights are rounded to e4m3 in blocks along the contraction dimension: 128 numbers of a row, and
-128 x 128 numbers of a matrix (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Products of e4m3 numbers and of their
-scales are exact in float32, in which they are summed. The results therefore equal those of float8 products, up to the
-order of summation. The products themselves run in the dtype of the rows with `pallas_kernels.grouped_dot`, on all
-platforms, because no XLA backend has a grouped float8 product with block scales. Hopper tensor cores sum float8
-products with fewer bits than float32 (same section, "increasing accumulation precision"), which adds another error.
+128 x 128 numbers of a matrix (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). `pallas_kernels.grouped_dot_float8`
+multiplies them: on float8 tensor cores where it has a kernel for the GPU, and elsewhere as products of wider numbers
+with the same values, up to the order of summation. Hopper's tensor cores sum the products of a block with fewer bits
+than float32 (same section, "increasing accumulation precision"), which the emulation does not show.
+
+Gate and up are one product, whose matrices lie side by side. Their columns are rounded to the dtype of the rows before
+SwiGLU.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.float8.rounding import round_to_float8
-from pallas_kernels import grouped_dot, grouped_mlp
+from pallas_kernels import grouped_dot_float8, grouped_mlp
+from pallas_kernels.products import SCALE_BLOCK
 from relibra_jax.contract.types import Array
-
-BLOCK: Final = 128
-"""The block size: 128 numbers of a row along the contraction share a scale, and 128 x 128 numbers of a matrix."""
+from relibra_jax.execution.expert_mlp import DOWN
 
 
 def grouped_mlp_float8(
@@ -45,8 +46,8 @@ def grouped_mlp_float8(
         row_scale: the factor of each row of the output, floating-point ``[r]``. It is not rounded to float8. None
             stands for 1.
         out_dtype: the floating-point dtype of the result. None stands for the dtype of the rows.
-        implementation: the name of the `grouped_dot` implementation that multiplies the rounded numbers. None chooses
-            one as in `grouped_dot`.
+        implementation: the name of the `pallas_kernels.grouped_dot_float8` implementation that multiplies the rounded
+            numbers. None chooses one as there.
 
     Returns:
         The outputs, ``[r, D]``, with zeros in the padding.
@@ -76,7 +77,6 @@ def grouped_mlp_float8(
     return _forward(result.dtype, implementation, rows, buffers, group_sizes, jnp.asarray(row_scale))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _forward(
     out_dtype: Any,
     implementation: str | None,
@@ -86,25 +86,23 @@ def _forward(
     row_scale: jax.Array,
 ) -> jax.Array:
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    rounded = [round_to_float8(buffer, (BLOCK, BLOCK)) for buffer in buffers]
-    product = functools.partial(
-        grouped_dot, group_sizes=group_sizes, out_dtype=dtype, implementation=implementation
-    )
 
-    def matrices(index: int) -> list[jax.Array]:
-        return [buffer[:, index] for buffer in rounded]
+    def product(operand: jax.Array, weights: Sequence[jax.Array], result: Any) -> jax.Array:
+        """Return the rows times the transposed matrices ``[slots, J, n, k]``, side by side in whole blocks."""
+        x = round_to_float8(operand, (1, SCALE_BLOCK))
+        matrices = [round_to_float8(each, (SCALE_BLOCK, SCALE_BLOCK)) for each in weights]
+        values, scales = (
+            [each[part].reshape(len(each[part]), -1, each[part].shape[-1]) for each in matrices]
+            for part in (0, 1)
+        )
+        return grouped_dot_float8(
+            *x, values, scales, group_sizes, out_dtype=result, implementation=implementation
+        )
 
-    x = round_to_float8(rows, (1, BLOCK))
-    hidden = jax.nn.silu(product(x, matrices(0))) * product(x, matrices(1))
-    hidden = round_to_float8(hidden, (1, BLOCK)).astype(rows.dtype)
-    out = product(hidden, matrices(2), transposed=True) * row_scale.astype(dtype)[:, None]
+    width, hidden_width = buffers[0].shape[2:]
+    both = product(rows, [jnp.swapaxes(buffer[:, :DOWN], 2, 3) for buffer in buffers], rows.dtype)
+    gate, up = (half[:, :hidden_width].astype(dtype) for half in jnp.split(both, 2, axis=1))
+    out = product(jax.nn.silu(gate) * up, [buffer[:, DOWN:] for buffer in buffers], dtype)[:, :width]
     # The row scale of padding may have any value, NaN included.
     real = jnp.arange(len(rows), dtype=jnp.int32) < jnp.maximum(group_sizes, 0).sum()
-    return jnp.where(real[:, None], out, 0).astype(out_dtype)
-
-
-@_forward.defjvp
-def _reject_gradient(*_: Any) -> Any:
-    raise ValueError(
-        "grouped_mlp_float8 has no gradient: float8 is for rollout and recompute, not for updates"
-    )
+    return jnp.where(real[:, None], out * row_scale.astype(dtype)[:, None], 0).astype(out_dtype)

@@ -1,14 +1,12 @@
-"""Rounding to float8 (e4m3) in blocks, with one scale for each block.
+"""Rounding to float8 (e4m3) in blocks that share a scale.
 
-An e4m3 number has four exponent bits and three mantissa bits. Rounding changes a value by at most 1/16 of itself, and a
+An e4m3 number has a sign, 4 bits of exponent and 3 of mantissa. Rounding changes a value by at most 1/16 of it, or a
 value below ``2**-6`` by at most ``2**-10``. The largest e4m3 number is 448. Before rounding, a block is divided by its
-scale, which is the smallest power of two that brings the block's largest magnitude to 448 or below. The microscaling
-formats (OCP MX specification 1.0) also use powers of two. Dividing and multiplying by them is exact, so the rounded
-values times the scale are exact in bfloat16. The blocks of `experiments.float8.grouped_mlp` are those of DeepSeek-V3
-(arXiv:2412.19437, section 3.3.2).
+scale: the smallest power of two that makes its largest number fit. Dividing and multiplying by it is exact. The blocks
+of `experiments.float8.grouped_mlp` are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +17,36 @@ SMALLEST_SCALE: Final = -117
 float32."""
 
 
-def round_to_float8(array: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """Round every block of each matrix to float8 and return the rounded values, with the scale multiplied back in.
+class Rounded(NamedTuple):
+    """Matrices in float8, cut into blocks that share a scale."""
+
+    values: jax.Array
+    """The rounded numbers over their scales, float8 ``[..., m, n]``, padded with zeros to whole blocks."""
+    scales: jax.Array
+    """The scales, ``[..., m / rows of a block, n / columns of a block]``, float32 or wider."""
+
+
+def round_to_float8(array: jax.Array, block: tuple[int, int]) -> Rounded:
+    """Round every block of each matrix to float8.
 
     Args:
         array: the matrices, ``[..., m, n]``, bfloat16 or wider.
-        block: the numbers of rows and columns of a block. The last blocks of a matrix may be smaller.
+        block: the numbers of rows and columns of a block.
 
     Returns:
-        The rounded values, in the dtype of ``array``, which represents them exactly. A block that contains an infinity
-        or a NaN becomes NaN in every entry, since float8 has no infinity. A value that rounds up to ``2**128`` becomes
-        infinite.
+        The rounded matrices. A block that contains an infinity or a NaN becomes NaN in every entry, since float8 has no
+        infinity.
 
-    >>> round_to_float8(jnp.array([[1.0, 1.05, 1.07, 448.0], [1.0, 0.3, 0.0, 1000.0]]), (1, 3)).tolist()
-    [[1.0, 1.0, 1.125, 448.0], [1.0, 0.3125, 0.0, 1024.0]]
+    >>> rounded = round_to_float8(jnp.array([[1.0, 1.05, 1.07, 448.0], [1.0, 0.3, 0.0, 1000.0]]), (1, 2))
+    >>> rounded.values[1].tolist(), rounded.scales[1].tolist()
+    ([256.0, 80.0, 0.0, 256.0], [0.00390625, 4.0])
     """
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     *stack, m, n = array.shape
     blocks = _split(array.astype(dtype), block)
-    scale = block_scale(jnp.abs(blocks).max((-3, -1), keepdims=True))
-    rounded = (blocks / scale).astype(FLOAT8).astype(dtype) * scale
-    rows, columns = (count * size for count, size in zip(blocks.shape[-4::2], block, strict=True))
-    return rounded.reshape(*stack, rows, columns)[..., :m, :n].astype(array.dtype)
+    scales = block_scale(jnp.abs(blocks).max((-3, -1)))
+    values = (blocks / scales[..., :, None, :, None]).astype(FLOAT8)
+    return Rounded(values.reshape(*stack, m + -m % block[0], n + -n % block[1]), scales)
 
 
 def block_scale(largest: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT
 from pallas_kernels.varying_axes import match_varying_axes
 
 STEP: Final = 64
-"""The number of elements of the contraction that one buffer holds: 128 bytes in bfloat16, the widest swizzle."""
+"""The number of bfloat16 elements of the contraction that one buffer holds: 128 bytes, the widest swizzle."""
 WARPGROUP_HEIGHT: Final = 64
 """The number of rows of an output tile that one warpgroup computes, which is the height of a wgmma instruction."""
 LINE_BYTES: Final = 128
@@ -41,7 +41,6 @@ SHARED_MEMORY_BYTES: Final = 227 * 1024
 # Type checkers mistake the transforms for abstract classes.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
-_TILED: Final = (_tiling((ROW_ALIGNMENT, STEP)), _swizzle(LINE_BYTES))
 
 
 class TileSizes(NamedTuple):
@@ -147,6 +146,11 @@ def interpreted() -> bool:
     return isinstance(mode, plgpu.InterpretGPUParams)
 
 
+def step_of(dtype: Any) -> int:
+    """Return the number of elements of the contraction that one buffer holds: `STEP` in bfloat16, 128 in float8."""
+    return LINE_BYTES // jnp.dtype(dtype).itemsize
+
+
 def pad_rows(array: jax.Array) -> jax.Array:
     """Append rows of zeros to an array until their number is a multiple of 8; return it unchanged if it is one."""
     missing_rows = -array.shape[0] % ROW_ALIGNMENT
@@ -181,7 +185,8 @@ def launch(
     operands: Any,
     outs: Sequence[jax.ShapeDtypeStruct],
     *,
-    buffers: Sequence[tuple[int, int]],
+    buffers: Sequence[tuple[int, ...]],
+    dtype: Any = jnp.bfloat16,
     out_dtype: Any,
     tiles: TileSizes,
     approximate: bool = False,
@@ -196,7 +201,8 @@ def launch(
             warpgroups. It reads the buffers and writes the outputs.
         operands: a tree of arrays. The functions receive the same tree with references instead of arrays.
         outs: the shapes and dtypes of the outputs.
-        buffers: the shapes of the bfloat16 buffers that one step fills.
+        buffers: the shapes of the buffers that one step fills. Those with one axis hold scales, in float32.
+        dtype: the dtype of the other buffers, which is that of the operands.
         out_dtype: the dtype of the two buffers of each warpgroup through which outputs are written.
         tiles: the sizes of the output tiles.
         approximate: whether to compute float32 exponentials with the hardware instruction (``ex2.approx``).
@@ -226,7 +232,9 @@ def launch(
 
             jax.lax.cond(warpgroup == warpgroups, copy, multiply)
 
-        pl.run_scoped(scope, *_scratch(buffers, out_dtype, tiles), **barriers, collective_axes="warpgroup")
+        pl.run_scoped(
+            scope, *_scratch(buffers, dtype, out_dtype, tiles), **barriers, collective_axes="warpgroup"
+        )
 
     kernel = plgpu.kernel(
         body,
@@ -249,15 +257,21 @@ def _count_clusters(tiles: TileSizes) -> int:
     return 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
 
 
-def _scratch(buffers: Sequence[tuple[int, int]], out_dtype: Any, tiles: TileSizes) -> tuple[Any, ...]:
+def _scratch(
+    buffers: Sequence[tuple[int, ...]], dtype: Any, out_dtype: Any, tiles: TileSizes
+) -> tuple[Any, ...]:
     """Return the buffers in shared memory for operands and outputs, and the barriers of the ring, full and free."""
     warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
     arrivals: dict[str, Any] = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
     # A multicast copy writes to both blocks of a cluster, so the warpgroups of both must have read the old values.
     free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
     lines = (WARPGROUP_HEIGHT, LINE_BYTES // jnp.dtype(out_dtype).itemsize)
+    tiled = {"dtype": dtype, "transforms": (_tiling((ROW_ALIGNMENT, step_of(dtype))), _swizzle(LINE_BYTES))}
     return (
-        [plgpu.SMEM((tiles.stages, *shape), jnp.bfloat16, transforms=_TILED) for shape in buffers],
+        [
+            plgpu.SMEM((tiles.stages, *shape), **(tiled if len(shape) > 1 else {"dtype": jnp.float32}))
+            for shape in buffers
+        ],
         plgpu.SMEM((warpgroups, 2, *lines), out_dtype, transforms=(_swizzle(LINE_BYTES),)),
         plgpu.Barrier(num_arrivals=len(buffers), num_barriers=tiles.stages),
         free,

@@ -5,6 +5,11 @@ part of one or more of the slot's matrices, and adds one product for each matrix
 epilogue computes the outputs from the final sums. So one kernel computes ``x W`` and ``x W^T``, gate and up with
 SwiGLU fused, and the gradients of the hidden rows for the backward pass. A wider tile loads fewer bytes per product,
 but needs more registers. Therefore sums that later sweeps do not add to are kept in bfloat16 until the epilogue.
+
+A step of float8 operands is one block of 128 elements that share scales. Its product starts from zero, and is
+multiplied by the scales and added to the sum outside the tensor cores. This also keeps the sum precise, because tensor
+cores sum float8 products with few bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). While one warpgroup adds, the
+other one multiplies. A product and a sum take as many registers as two sums, so tiles are at most 128 columns wide.
 """
 
 import functools
@@ -18,16 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.persistent_kernel import (
-    STEP,
     WARPGROUP_HEIGHT,
     Ring,
     TileSizes,
     launch,
+    step_of,
     visit_buffer,
 )
 from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
-from pallas_kernels.products import Epilogue, RowProductOperands, Sweep
+from pallas_kernels.products import SCALE_BLOCK, BlockScales, Epilogue, RowProductOperands, Sweep
 
 EPILOGUE_COLUMNS: Final = 32
 """The number of columns that one call of the epilogue gets. It is small because intermediate values take registers."""
@@ -45,6 +50,8 @@ class RowProductSpec(NamedTuple):
     tiles: TileSizes
     slots: tuple[int, ...]
     """The number of slots of each weight buffer."""
+    step: int
+    """The number of elements of the contraction in a step."""
     steps: int
     """The number of steps of a sweep."""
     columns: int
@@ -81,6 +88,7 @@ def row_product_kernel(
     weights: Sequence[jax.Array],
     group_offsets: jax.Array,
     scale: jax.Array | None = None,
+    block_scales: BlockScales | None = None,
     *,
     sums: Sequence[Sequence[Sweep]],
     transposed: bool,
@@ -95,11 +103,14 @@ def row_product_kernel(
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
 
     Args:
-        rows: the row operands, each bfloat16 ``[r, k]``, with r a multiple of 8 and k a multiple of 64.
+        rows: the row operands, each bfloat16 ``[r, k]``, with r a multiple of 8 and k a multiple of 64; or one float8
+            operand, with k a multiple of 128.
         weights: the weight buffers, each bfloat16 ``[slots, J, k, n]`` with the J matrices of each slot, or
-            ``[slots, J, n, k]`` if transposed. Each buffer has at least one slot, and n is a multiple of 64.
+            ``[slots, J, n, k]`` if transposed. Each buffer has at least one slot, and n is a multiple of 64. Those of
+            float8 rows are float8 and transposed, since wgmma reads no other float8 matrices, and J is 1.
         group_offsets: the group offsets as `tile_walk.group_offsets` returns them, int32 ``[all slots + 3]``.
         scale: a factor of each row for the epilogue, float32 ``[r]``; None if the epilogue uses no scale.
+        block_scales: the scales of float8 operands; None for bfloat16.
         sums: lists of sweeps. The sweeps of one list add to the same accumulators, and each list starts with new ones.
             The epilogue gets all sums in order: those of the last list in float32, the others in bfloat16.
         transposed: whether the contraction runs over the last axis of the matrices.
@@ -119,22 +130,25 @@ def row_product_kernel(
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
-    steps = contraction // STEP
-    spec = RowProductSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
+    step = step_of(rows[0].dtype)
+    steps = contraction // step
+    spec = RowProductSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, step, steps, columns)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
         height = tiles.cluster_height
         most_tiles = (num_rows + (sum(slots) + 1) * (height + ROW_ALIGNMENT)) // height
         outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, height), jnp.float32))
-    matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
+    matrix = (tiles.width, step) if transposed else (step, tiles.width)
     # A tile may extend beyond the last row.
     scales = [] if scale is None else [jnp.pad(scale, (0, tiles.cluster_height))]
+    of_blocks = [] if block_scales is None else [block_scales]
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
-        RowProductOperands(group_offsets, list(rows), list(weights), scales),
+        RowProductOperands(group_offsets, list(rows), list(weights), scales, of_blocks),
         outs,
-        buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
+        buffers=[(tiles.height, step), *[matrix] * spec.matrices, *[(tiles.height,)] * len(of_blocks)],
+        dtype=rows[0].dtype,
         out_dtype=out_dtype,
         approximate=approximate,
         tiles=tiles,
@@ -145,7 +159,8 @@ def _copy_steps(
     spec: RowProductSpec, operands: RowProductOperands, ring: Ring, buffers: Sequence[Any]
 ) -> jax.Array:
     """Copy the operands of all steps of this block's tiles into the ring's buffers, and return the number of steps."""
-    row_buffer, *matrix_buffers = buffers
+    row_buffer, *other_buffers = buffers
+    matrix_buffers, scale_buffers = other_buffers[: spec.matrices], other_buffers[spec.matrices :]
     top = spec.tiles.top()
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
@@ -153,7 +168,7 @@ def _copy_steps(
         across = pl.ds(column * spec.tiles.width, spec.tiles.width)
 
         def fill(sweep: Sweep, index: jax.Array, step: jax.Array) -> jax.Array:
-            stage, along = ring.claim(step), pl.ds(index * STEP, STEP)
+            stage, along = ring.claim(step), pl.ds(index * spec.step, spec.step)
 
             def copy(source: Any, buffer: Any, axis: str | None = None) -> None:
                 plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage], collective_axes=axis)
@@ -164,6 +179,8 @@ def _copy_steps(
                     copy(operands.weights[number].at[(slot, matrix, *part)], buffer, spec.tiles.cluster_axis)
 
             copy(operands.rows[sweep.rows].at[own, along], row_buffer)
+            for scales, buffer in zip(operands.block_scales, scale_buffers, strict=True):
+                copy(scales.rows.at[index, own], buffer)
             visit_buffer(spec.slots, tile.group, copy_matrices)
             # The barrier expects one arrival for each buffer, including those that this sweep does not use.
             for _ in matrix_buffers[len(sweep.matrices) :]:
@@ -213,8 +230,11 @@ def _multiply_steps(
 
         @pl.when(low < high)
         def _() -> None:
-            sums = _sum_sweeps(spec, ring, buffers, offset, step, count)
             own = OwnRows(tile, column, in_cluster, first, low, high)
+            if operands.block_scales:
+                sums = [_sum_blocks(spec, operands.block_scales[0], ring, buffers, offset, own, step, count)]
+            else:
+                sums = _sum_sweeps(spec, ring, buffers, offset, step, count)
             _write_outputs(spec, operands, outs, out_buffer, own, sums)
 
         all_steps = count * len(spec.sweeps)
@@ -322,3 +342,37 @@ def _accumulate(
 
     ring.multiply([functools.partial(start_products, sweep) for sweep in sweeps], step, count)
     return [accumulator[...] for accumulator in accumulators]
+
+
+def _sum_blocks(
+    spec: RowProductSpec,
+    scales: BlockScales,
+    ring: Ring,
+    buffers: Sequence[Any],
+    offset: jax.Array,
+    own: OwnRows,
+    step: jax.Array,
+    count: jax.Array,
+) -> jax.Array:
+    """Return the sum of the products of ``count`` blocks of float8 from step ``step`` on, each with its scales."""
+    row_buffer, matrix_buffer, scale_buffer = buffers
+    own_rows, shape = pl.ds(offset, WARPGROUP_HEIGHT), (WARPGROUP_HEIGHT, spec.tiles.width)
+    column = jax.lax.div(own.column * spec.tiles.width, jnp.int32(SCALE_BLOCK))
+
+    def multiply(index: jax.Array, product: Any) -> jax.Array:
+        of_matrix = scales.weights[own.tile.group, column, index]
+        stage = ring.wait(step + index)
+        part = scale_buffer.at[stage, own_rows]
+        of_rows = plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        plgpu.wgmma(product, row_buffer.at[stage, own_rows], matrix_buffer.at[stage].transpose((1, 0)))
+        # Copies may overwrite the scales only after all warps have loaded them. Products need no such fence.
+        plgpu.commit_smem()
+        plgpu.wgmma_wait(0)
+        ring.release(step + index)
+        return product[...] * jax.lax.broadcast_in_dim(of_rows * of_matrix, shape, (0,))
+
+    def add_block(index: jax.Array, total: jax.Array) -> jax.Array:
+        return total + pl.run_scoped(functools.partial(multiply, index), plgpu.ACC(shape))
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return jax.lax.fori_loop(0, count, add_block, zeros)

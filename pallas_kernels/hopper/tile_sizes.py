@@ -99,13 +99,13 @@ REPLICAS: Final = 2
 """The number of replica slots of a rank."""
 
 
-def count_stages(problem: Problem, height: int, width: int) -> int:
+def count_stages(problem: Problem, height: int, width: int, *, float8: bool = False) -> int:
     """Return the number of steps that fit into shared memory for tiles of these sizes, at most `MAX_STAGES`."""
     # Each warpgroup has two output buffers of 64 lines.
     outputs = height // WARPGROUP_HEIGHT * 2 * WARPGROUP_HEIGHT * LINE_BYTES
-    return min(
-        (SHARED_MEMORY_BYTES - BARRIER_BYTES - outputs) // step_bytes(problem, height, width), MAX_STAGES
-    )
+    scales = 4 * height if float8 else 0
+    room = SHARED_MEMORY_BYTES - BARRIER_BYTES - outputs
+    return min(room // (step_bytes(problem, height, width) + scales), MAX_STAGES)
 
 
 def step_bytes(problem: Problem, height: int, width: int) -> int:
@@ -113,11 +113,17 @@ def step_bytes(problem: Problem, height: int, width: int) -> int:
     return 2 * STEP * (height + max(problem.matrices, 1) * width)
 
 
-def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
-    """Yield all tile sizes that a kernel can be compiled for: without clusters first, then higher and wider first."""
+def candidate_tile_sizes(problem: Problem, *, float8: bool = False) -> Iterator[TileSizes]:
+    """Yield all tile sizes that a kernel can be compiled for: without clusters first, then higher and wider first.
+
+    Args:
+        problem: the sizes of the computation.
+        float8: whether the operands are float8. A warpgroup then keeps the product of a step beside the sum.
+    """
+    accumulators = 2 if float8 else problem.matrices
     for cluster, height, width in itertools.product((1, 2), (128, 64), WIDTHS):
-        fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
-        if fits and (stages := count_stages(problem, height, width)) >= 2:
+        fits = width * accumulators <= MAX_ACCUMULATED and width <= problem.output_width
+        if fits and (stages := count_stages(problem, height, width, float8=float8)) >= 2:
             yield TileSizes(height, width, stages, cluster)
 
 
@@ -157,7 +163,23 @@ def choose_tile_sizes(problem: Problem) -> TileSizes:
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=32, groups=18))
     TileSizes(height=64, width=128, stages=6, cluster=1)
     """
-    if measured := measured_tile_sizes().get(problem.key):
-        return measured
-    candidates = (tiles for tiles in candidate_tile_sizes(problem) if tiles.cluster == 1)
-    return min(candidates, key=lambda tiles: estimate_cycles(problem, tiles))
+    return measured_tile_sizes().get(problem.key) or _best_estimate(problem, candidate_tile_sizes(problem))
+
+
+def choose_float8_tile_sizes(problem: Problem) -> TileSizes:
+    """Return the choice of the heuristic for a product of float8 operands; none have been measured.
+
+    A step holds twice as many elements as in bfloat16 in the same bytes, and tensor cores multiply them in the same
+    cycles. So the product takes as long as one of bfloat16 whose contraction is half as long.
+
+    >>> choose_float8_tile_sizes(Problem(1, contraction=4096, output_width=3072, output_height=1024, groups=18))
+    TileSizes(height=128, width=128, stages=5, cluster=1)
+    """
+    problem = problem._replace(contraction=problem.contraction // 2)
+    return _best_estimate(problem, candidate_tile_sizes(problem, float8=True))
+
+
+def _best_estimate(problem: Problem, candidates: Iterator[TileSizes]) -> TileSizes:
+    """Return the candidate without clusters for which the model's time is shortest."""
+    alone = (tiles for tiles in candidates if tiles.cluster == 1)
+    return min(alone, key=lambda tiles: estimate_cycles(problem, tiles))

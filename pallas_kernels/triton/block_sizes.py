@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 import jax
 
+from pallas_kernels.products import SCALE_BLOCK
+
 SMALLEST: Final = 16
 """The smallest number of rows, of columns and of contraction elements that Triton multiplies in one step."""
 LARGEST: Final = 128
@@ -61,6 +63,19 @@ def row_product_blocks(rows: jax.Array, num_groups: int, columns: int, accumulat
     height = _power_of_two(rows.shape[0] // num_groups)
     width = min(_power_of_two(columns), LARGEST if accumulators == 1 else LARGEST // 2)
     return BlockSizes(height, width, _step(rows), _warps(height * width * accumulators))
+
+
+def float8_blocks(rows: jax.Array, num_groups: int) -> BlockSizes:
+    """Return the block sizes for a row product of float8 operands ``[r, k]``.
+
+    A step is a block of 128 elements that share scales, and three stages take at most 96 KiB of shared memory. A block
+    keeps the product of a step and the sum.
+
+    >>> float8_blocks(jax.numpy.zeros((4096, 4096), "float8_e4m3fn"), num_groups=20)
+    BlockSizes(height=128, width=128, step=128, warps=8, stages=3)
+    """
+    height = _power_of_two(rows.shape[0] // num_groups)
+    return BlockSizes(height, LARGEST, SCALE_BLOCK, _warps(2 * height * LARGEST), stages=3)
 
 
 def weight_gradient_blocks(lhs: jax.Array, rhs: jax.Array) -> BlockSizes:

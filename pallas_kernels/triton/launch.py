@@ -48,7 +48,7 @@ def load(ref: Any, place: Sequence[Any], *spans: Span) -> jax.Array:
     """Return ``ref[*place, *spans]``, with zeros for the indices that must not be accessed."""
     part = ref.at[(*place, *(span.slice for span in spans))]
     mask = _mask(spans)
-    return plgpu.load(part, mask=mask, other=None if mask is None else 0)
+    return plgpu.load(part, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def store(ref: Any, place: Sequence[Any], *spans: Span, values: jax.Array) -> None:

@@ -5,6 +5,9 @@ of one or more of the slot's matrices, and adds one product for each matrix to s
 the outputs from the final sums. So one kernel computes ``x W`` and ``x W^T``, gate and up with SwiGLU fused, and the
 gradients of the hidden rows for the backward pass.
 
+Of float8 operands, a step is one block of 128 elements that share scales: its product is multiplied by them and added
+to the sum.
+
 The weights may be in several buffers. A block has a branch for each buffer, including all loops: data cannot choose
 between references, and a branch in every step would keep Triton from prefetching.
 """
@@ -17,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.products import Epilogue, RowProductOperands, Sweep
+from pallas_kernels.products import SCALE_BLOCK, BlockScales, Epilogue, RowProductOperands, Sweep
 from pallas_kernels.triton.block_sizes import BlockSizes
 from pallas_kernels.triton.launch import Span, block_span, branch, launch, load, store
 from pallas_kernels.triton.row_tiles import END, GROUP, START
@@ -47,6 +50,7 @@ def row_product_kernel(
     weights: Sequence[jax.Array],
     tiles: jax.Array,
     scale: jax.Array | None = None,
+    block_scales: BlockScales | None = None,
     *,
     sums: Sequence[Sequence[Sweep]],
     transposed: bool,
@@ -60,11 +64,14 @@ def row_product_kernel(
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
 
     Args:
-        rows: the row operands, each ``[r, k]``, in bfloat16, float16 or float32.
+        rows: the row operands, each ``[r, k]``, in bfloat16, float16 or float32; or one float8 operand, with k a
+            multiple of 128.
         weights: the weight buffers, each ``[slots, J, k, n]`` with the J matrices of each slot, or ``[slots, J, n, k]``
-            if transposed, in the dtype of the rows. Each buffer has at least one slot.
+            if transposed, in the dtype of the rows. Each buffer has at least one slot. Those of float8 rows are
+            transposed, and J is 1.
         tiles: the table of tiles as `row_tiles` returns it for tiles of ``blocks.height`` rows, int32 ``[3, tiles]``.
         scale: a factor of each row for the epilogue, float32 ``[r]``; None if the epilogue uses no scale.
+        block_scales: the scales of float8 operands; None for the others.
         sums: lists of sweeps. The sweeps of one list add to the same sums, and each list starts with new ones. The
             epilogue gets all sums in order, in float32.
         transposed: whether the contraction runs over the last axis of the matrices.
@@ -91,7 +98,13 @@ def row_product_kernel(
     stacks = [buffer.reshape(-1, *buffer.shape[2:]) for buffer in weights]
     return launch(
         functools.partial(_compute_block, spec),
-        RowProductOperands(tiles, list(rows), stacks, [] if scale is None else [scale]),
+        RowProductOperands(
+            tiles,
+            list(rows),
+            stacks,
+            [] if scale is None else [scale],
+            [] if block_scales is None else [block_scales],
+        ),
         outs,
         # Columns are the fastest axis: the blocks of a row tile share its rows, and neighbouring row tiles the weights.
         grid=(column_blocks, tiles.shape[1]),
@@ -110,7 +123,10 @@ def _compute_block(spec: RowProductSpec, operands: RowProductOperands, outs: Seq
         # Each branch computes its own spans: values that branches share would stay in registers until the last one.
         own, across = Span(start, blocks.height, end), block_span(column, blocks.width, spec.columns)
         if buffer < len(spec.slots):
-            sums = _sum_sweeps(spec, operands, buffer, slot, own, across)
+            if operands.block_scales:
+                sums = [_sum_blocks(spec, operands, buffer, slot, own, across)]
+            else:
+                sums = _sum_sweeps(spec, operands, buffer, slot, own, across)
             factor = load(operands.scale[0], (), own)[:, None] if operands.scale else None
             values, row_sums = spec.epilogue(sums, factor)
             for out, value in zip(outs, values, strict=False):
@@ -149,6 +165,26 @@ def _sum_sweeps(
             totals = jax.lax.fori_loop(0, steps, functools.partial(step, sweep), totals)
         sums += totals
     return sums
+
+
+def _sum_blocks(
+    spec: RowProductSpec, operands: RowProductOperands, buffer: int, slot: jax.Array, own: Span, across: Span
+) -> jax.Array:
+    """Return the sum of the products of all blocks of the contraction, each multiplied by its scales."""
+    scales: BlockScales = operands.block_scales[0]
+    group, columns = slot + sum(spec.slots[:buffer]), jax.lax.div(across.start, jnp.int32(SCALE_BLOCK))
+
+    def add_block(index: jax.Array, total: jax.Array) -> jax.Array:
+        along = block_span(index, SCALE_BLOCK, spec.contraction)
+        x, matrix = (
+            load(operands.rows[0], (), own, along),
+            load(operands.weights[buffer], (slot,), across, along),
+        )
+        factor = load(scales.rows, (index,), own) * scales.weights[group, columns, index]
+        return total + factor[:, None] * _multiply(x, matrix, transposed=True)
+
+    zeros = jnp.zeros((spec.blocks.height, spec.blocks.width), jnp.float32)
+    return jax.lax.fori_loop(0, spec.contraction // SCALE_BLOCK, add_block, zeros)
 
 
 def _multiply(x: jax.Array, matrix: jax.Array, transposed: bool) -> jax.Array:
