@@ -62,7 +62,10 @@ def compile_program(gpu: str, model: str, copies: list[int]) -> None:
         attend = functools.partial(flash_attention, first=ranges, last=ranges, implementation="triton")
         attention, pull_attention = jax.vjp(attend, tokens, keys, keys)
         gradients = pull_product(d_dot), pull_out(rows), pull_attention(attention)
-        products = [grouped_dot_float8(*each, sizes, implementation="triton") for each in float8]
+        products = [
+            grouped_dot_float8(x, scales, matrices, matrix_scales, sizes, implementation="triton")
+            for x, scales, matrices, matrix_scales in float8
+        ]
         return product, out, attention, gradients, products
 
     rows, d_dot = array(ROWS, shape.width), array(ROWS, shape.expert_width)

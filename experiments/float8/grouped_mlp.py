@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.float8.rounding import round_to_float8
+from experiments.float8.rounding import Rounded, round_to_float8
 from pallas_kernels import grouped_dot_float8, grouped_mlp
 from pallas_kernels.products import SCALE_BLOCK
 from relibra_jax.contract.types import Array
@@ -87,9 +87,8 @@ def _forward(
 ) -> jax.Array:
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-    def product(operand: jax.Array, weights: Sequence[jax.Array], result: Any) -> jax.Array:
+    def product(x: Rounded, weights: Sequence[jax.Array], result: Any) -> jax.Array:
         """Return the rows times the transposed matrices ``[slots, J, n, k]``, side by side in whole blocks."""
-        x = round_to_float8(operand, (1, SCALE_BLOCK))
         matrices = [round_to_float8(each, (SCALE_BLOCK, SCALE_BLOCK)) for each in weights]
         values, scales = (
             [each[part].reshape(len(each[part]), -1, each[part].shape[-1]) for each in matrices]
@@ -100,9 +99,10 @@ def _forward(
         )
 
     width, hidden_width = buffers[0].shape[2:]
-    both = product(rows, [jnp.swapaxes(buffer[:, :DOWN], 2, 3) for buffer in buffers], rows.dtype)
+    x = round_to_float8(rows, (1, SCALE_BLOCK))
+    both = product(x, [jnp.swapaxes(buffer[:, :DOWN], 2, 3) for buffer in buffers], rows.dtype)
     gate, up = (half[:, :hidden_width].astype(dtype) for half in jnp.split(both, 2, axis=1))
-    out = product(jax.nn.silu(gate) * up, [buffer[:, DOWN:] for buffer in buffers], dtype)[:, :width]
-    # The row scale of padding may have any value, NaN included.
-    real = jnp.arange(len(rows), dtype=jnp.int32) < jnp.maximum(group_sizes, 0).sum()
-    return jnp.where(real[:, None], out * row_scale.astype(dtype)[:, None], 0).astype(out_dtype)
+    hidden = round_to_float8(jax.nn.silu(gate) * up, (1, SCALE_BLOCK))
+    # A factor of a row is a factor of the scales of its blocks.
+    hidden = hidden._replace(scales=hidden.scales * row_scale.astype(dtype)[:, None])
+    return product(hidden, [buffer[:, DOWN:] for buffer in buffers], out_dtype)[:, :width]

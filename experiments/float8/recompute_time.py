@@ -1,9 +1,9 @@
-"""The largest speedup of a recompute with hot ranks in float8, modelled.
+"""The speedup of a recompute with hot ranks in float8, modelled.
 
 A recompute is one forward pass over the micro-batches of a batch, under the plan of its updates. Every phase of a layer
 waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`experiments.float8.hot_ranks`)
-are priced at the cluster's peak throughput of float8 products, and rounding to float8 is free. All times are modelled,
-not measured.
+are priced at the rate of float8 products (`relibra_jax.cost.hardware`), and rounding at that of memory. All times
+are modelled, not measured.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, planner_style
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.cost_model import COMPUTE_BYTES, CostModel
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.evaluation import Batching, Costs, PlannedBatch, Ranks, make_setting, run_planner
 from relibra_jax.evaluation.prices import count_visits
@@ -38,21 +38,6 @@ from relibra_jax.support.limits import check_integer, check_not_negative
 from relibra_jax.traces.read import read_trace
 
 PLANNED: Final = ("static", "eplb", "relibra")
-FLOAT8_FLOPS: Final = {
-    "h100": 1979e12,
-    "h200": 1979e12,
-    "a100": 312e12,
-    "b200": 4500e12,
-    "h100-ethernet-200": 1979e12,
-    "h100-ethernet-100": 1979e12,
-    "gb200-nvl72": 5000e12,
-    "cpu-host": 50e9,
-}
-"""The peak of dense float8 matrix products of a rank, FLOP/s, by the cluster's name. Products are assumed to reach the
-same share of it as of the bfloat16 peak. Sources are the data sheets of `relibra_jax.cost.hardware`: 1,979 TFLOP/s for
-H100 and H200 without sparsity, half of the 72 PFLOP/s with sparsity of 8 GPUs of a DGX B200, and half of the 720
-PFLOP/s of 72 GPUs of a GB200 NVL72. An A100 has no float8 products, so its number is that of bfloat16. The number of a
-host is assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +82,6 @@ def price_recompute(
     topology: Topology,
     cost_model: CostModel,
     rule: HotRanks | None,
-    *,
-    float8_flops: float,
 ) -> Priced:
     """Model the time of a recompute with the ranks in float8 that ``rule`` marks, as the mean over batches.
 
@@ -107,7 +90,6 @@ def price_recompute(
         topology: the expert-parallel group.
         cost_model: the cost model.
         rule: the rule that marks hot ranks, in rows of the trace. None marks no rank.
-        float8_flops: the peak of a rank's float8 products, FLOP/s.
     """
     price = cost_model.price(topology, updates=0, recompute=True)
     recomputes = []
@@ -119,11 +101,50 @@ def price_recompute(
         share, compute = 0.0, float(time.compute)
         if rule is not None:
             marks = mark_hot_ranks(batch.batch_plan.plan, rule)
-            speedup = jnp.where(marks, float8_flops / cost_model.cluster.matmul_flops, 1.0)
             share = float(marks.mean())
-            compute = float(_compute_seconds(batch.batch_plan, lengths, topology, price, speedup, visits))
+            float8 = float8_price(cost_model, batch.batch_plan.plan.slot_expert.shape[-1])
+            compute = float(
+                _compute_seconds(batch.batch_plan, lengths, topology, price, marks, float8, visits)
+            )
         recomputes.append((share, 1e3 * compute, 1e3 * (float(time.total) - float(time.compute) + compute)))
     return Priced(*map(float, np.mean(recomputes, axis=0)))
+
+
+class Float8Price(NamedTuple):
+    """The time of a rank's experts in float8."""
+
+    products: float
+    """The seconds of products, in multiples of those in bfloat16."""
+    weights: float
+    """The seconds of rounding the weights of all slots."""
+    row: float
+    """The seconds of rounding one row and its hidden numbers."""
+
+
+def float8_price(cost_model: CostModel, slots: int) -> Float8Price:
+    """Return the price of float8 on a rank, forward.
+
+    Rounding is limited by memory: bfloat16 numbers are read twice, for the largest of a block and for its quotients,
+    and written once as float8. Of the hidden numbers, gate and up are read twice, and their product is written.
+
+    Args:
+        cost_model: the cost model.
+        slots: the number of slots of a rank.
+
+    >>> from relibra_jax.cost.hardware import CLUSTERS
+    >>> from relibra_jax.cost.models import MODELS
+    >>> price = float8_price(CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"]), slots=18)
+    >>> f"{price.products:.2f} {1e3 * price.weights:.2f} ms {1e9 * price.row:.0f} ns"
+    '0.71 0.63 ms 13 ns'
+    """
+    rates, model = cost_model.cluster.rates, cost_model.model
+    number = (2 * COMPUTE_BYTES + 1) / rates.memory
+    hidden = (4 * COMPUTE_BYTES + 1) / rates.memory
+    return Float8Price(
+        rates.flops / cost_model.cluster.float8_rate,
+        number * slots * model.expert_params,
+        cost_model.scale * (number * model.width + hidden * model.expert_width),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="topology")
@@ -132,13 +153,16 @@ def _compute_seconds(
     lengths: Int[Array, " B"],
     topology: Topology,
     price: Price,
-    speedup: Float[Array, "M L N G"],
+    marks: Bool[Array, "M L N G"],
+    float8: Float8Price,
     visits: Int[Array, "M L P N"] | None,
 ) -> Float[jax.Array, ""]:
-    """Return the seconds of expert compute in all layers, if the experts of each rank are faster by ``speedup``."""
+    """Return the seconds of expert compute in all layers, if the experts of marked ranks are in float8."""
     attention, _ = attention_time(batch_plan.assignment, lengths, price)
     ranks = rank_time(batch_plan.layer_plans(), attention, topology, price, visits=visits)
-    return layer_time(ranks._replace(compute=ranks.compute / speedup), price).compute.sum()
+    rows = jnp.asarray(batch_plan.plan.quota, jnp.float32).sum(-1)
+    seconds = ranks.compute * float8.products + float8.weights + rows * float8.row
+    return layer_time(ranks._replace(compute=jnp.where(marks, seconds, ranks.compute)), price).compute.sum()
 
 
 def model_times(config: Float8Time, console: Console) -> None:
@@ -161,10 +185,7 @@ def model_times(config: Float8Time, console: Console) -> None:
         table.add_column(column, justify="right")
     for name in PLANNED:
         planned = run_planner(name, PLANNERS[name], setting, timed_runs=0).batches
-        exact, *marked = priced[name] = [
-            price_recompute(planned, topology, cost, rule, float8_flops=FLOAT8_FLOPS[config.costs.cluster])
-            for rule in rules
-        ]
+        exact, *marked = priced[name] = [price_recompute(planned, topology, cost, rule) for rule in rules]
         table.add_row(name, "-", "0%", f"{exact.compute:.1f}", f"{exact.total:.1f}", "1.00x")
         for threshold, float8 in zip(config.thresholds, marked, strict=True):
             numbers = f"{float8.marked:.0%}", f"{float8.compute:.1f}", f"{float8.total:.1f}"
@@ -203,7 +224,7 @@ def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None
             label=name,
         )
     axes.set_xlabel("ranks in float8, % of all layers and micro-batches")
-    axes.set_ylabel("recompute, modelled ms (lower bound)")
+    axes.set_ylabel("recompute, modelled ms")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     bare(axes, "y")

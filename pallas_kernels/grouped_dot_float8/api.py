@@ -124,8 +124,8 @@ def grouped_dot_float8(
     rows, row_scales, group_sizes, *varying = match_varying_axes(
         rows, row_scales, group_sizes, *buffers, *of_buffers
     )
-    weights, scales = varying[: len(buffers)], varying[len(buffers) :]
-    return _dot(name, dtype, rows, row_scales, tuple(weights), tuple(scales), group_sizes)
+    count = len(buffers)
+    return _dot(name, dtype, rows, row_scales, tuple(varying[:count]), tuple(varying[count:]), group_sizes)
 
 
 def _check_scales(name: str, scales: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:

@@ -41,6 +41,10 @@ class Cluster:
     wait_seconds: float = 0.0
     """The seconds for which ranks wait for each other at an exchange of tokens, besides its data. It is 0 for GPUs,
     where it has not been measured."""
+    float8_flops: float = 0.0
+    """The peak of dense matrix products of float8, FLOP/s; 0 if it has none."""
+    float8_efficiency: float = 0.33
+    """The share of that peak that grouped products of float8 with scales of blocks reach (modelled)."""
     choice_seconds: float = 0.0
     """The seconds for which a device waits where the host must read a choice from it, such as the length of a fitted
     exchange."""
@@ -62,6 +66,11 @@ class Cluster:
             flops=self.matmul_flops * self.matmul_efficiency,
         )
 
+    @property
+    def float8_rate(self) -> float:
+        """The FLOP/s of grouped products of float8, or of the same numbers in bfloat16 where it has no float8."""
+        return self.float8_flops * self.float8_efficiency or self.rates.flops
+
 
 class Rates(NamedTuple):
     """The rates that a rank reaches."""
@@ -76,17 +85,23 @@ class Rates(NamedTuple):
     """The FLOP/s of grouped and dense products."""
 
 
-# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s;
-# NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
-# 128 rows are what Hopper's warp-group products are built from (two 64-row groups). Measured on an H100 and an
-# H200 (experiments/results/kernels/gpu.md, 2026-11-26 and 2026-11-27): an MLP with gradients runs at 425 to 465 TFLOP/s
-# for 1,024 rows in a group and at 566 for 7,281, and a choice takes 19 to 52 microseconds. On the H100 copies read and
+# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s; NVLink 900 GB/s in both
+# directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what
+# Hopper's warp-group products are built from (two 64-row groups). Measured on an H100 and an H200
+# (experiments/results/kernels/gpu.md, 2026-11-26 and 2026-11-27): an MLP with gradients runs at 425 to 465 TFLOP/s for
+# 1,024 rows in a group and at 566 for 7,281, and a choice takes 19 to 52 microseconds. On the H100 copies read and
 # write 2.9 TB/s, and gathers of rows 2.4 TB/s. A layer with 4,100 rows takes 0.10 ms more than its experts, in four
 # gathers of 10 microseconds and 17 further kernels: 3 microseconds each. An all-reduce of 8 bytes over two nodes takes
-# 19 to 21 microseconds (NVIDIA/nccl-tests#150, with A100 and HDR InfiniBand); collectives inside a node are taken to
-# be as slow.
+# 19 to 21 microseconds (NVIDIA/nccl-tests#150, with A100 and HDR InfiniBand); collectives inside a node are taken to be
+# as slow. The data sheet has 1,979 TFLOP/s of float8 without sparsity. Products of float8 with scales of blocks
+# (pallas_kernels.grouped_dot_float8) have not been measured. By the model that chooses their tiles
+# (pallas_kernels.hopper.tile_sizes.estimate_cycles), an MLP of Qwen3-235B is 1.42 times as fast as in bfloat16, and so
+# 0.33 of the peak: tiles are half as wide, because a product and its sum take the registers, and L2 feeds them too
+# slowly. DeepGEMM, whose blocks share weights by multicast, has published 1,093 to 1,297 TFLOP/s on an H800 for groups
+# of 4,096 and 8,192 rows, 0.55 to 0.66 (its README of April 2025).
 _H100 = Cluster(
     matmul_flops=989e12,
+    float8_flops=1979e12,
     fast_bandwidth=450e9,
     slow_bandwidth=50e9,
     shared_link=False,
@@ -106,25 +121,37 @@ CLUSTERS = {
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
     # 8 x 400 Gb/s InfiniBand for 8 GPUs. A copy on an H200 reads and writes 3.2 to 3.3 TB/s (measured, as above).
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12, memory_efficiency=0.67),
-    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bfloat16 without sparsity; 80 GB at 2.039 TB/s; NVLink 600 GB/s in
-    # both directions together. NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand for 8 GPUs. The rest is Hopper's.
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bfloat16 without sparsity, no float8; 80 GB at 2.039 TB/s; NVLink 600
+    # GB/s in both directions together. NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand for 8 GPUs. The rest is
+    # Hopper's.
     "a100": dataclasses.replace(
-        _H100, matmul_flops=312e12, fast_bandwidth=300e9, slow_bandwidth=25e9, memory_bandwidth=2.039e12
+        _H100,
+        matmul_flops=312e12,
+        float8_flops=0.0,
+        fast_bandwidth=300e9,
+        slow_bandwidth=25e9,
+        memory_bandwidth=2.039e12,
     ),
-    # NVIDIA DGX B200 data sheet, for 8 GPUs: 36 PFLOP/s bfloat16 with sparsity, half of them without, which is
-    # 2.25 PFLOP/s per GPU; 1,440 GB at 64 TB/s; NVLink 14.4 TB/s, 1.8 TB/s per GPU in both directions; 8 x 400 Gb/s
-    # InfiniBand. The rest is Hopper's.
+    # NVIDIA DGX B200 data sheet, for 8 GPUs: 36 PFLOP/s bfloat16 with sparsity, half of them without, which is 2.25
+    # PFLOP/s per GPU, and 72 PFLOP/s of float8 likewise; 1,440 GB at 64 TB/s; NVLink 14.4 TB/s, 1.8 TB/s per GPU in
+    # both directions; 8 x 400 Gb/s InfiniBand. The rest is Hopper's.
     "b200": dataclasses.replace(
-        _H100, matmul_flops=2250e12, fast_bandwidth=900e9, memory=180e9, memory_bandwidth=8e12
+        _H100,
+        matmul_flops=2250e12,
+        float8_flops=4500e12,
+        fast_bandwidth=900e9,
+        memory=180e9,
+        memory_bandwidth=8e12,
     ),
-    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16
-    # with sparsity, half of them without, which is 2.5 PFLOP/s per GPU; 130 TB/s of NVLink together, 1.8 TB/s per GPU
-    # in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX GB200 data sheet:
-    # 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies and the
-    # time of a choice are Hopper's.
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16 with
+    # sparsity, half of them without, which is 2.5 PFLOP/s per GPU, and twice as many of float8; 130 TB/s of NVLink
+    # together, 1.8 TB/s per GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX
+    # GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The
+    # efficiencies and the time of a choice are Hopper's.
     "gb200-nvl72": dataclasses.replace(
         _H100,
         matmul_flops=2500e12,
+        float8_flops=5000e12,
         fast_bandwidth=900e9,
         memory=186e9,
         memory_bandwidth=8e12,
