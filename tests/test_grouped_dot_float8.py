@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import gpu_interpreter
+from gpu_interpreter import gpu_interpreter, sizes_of_every_pattern
 
 from pallas_kernels import grouped_dot_float8
 from pallas_kernels.grouped_dot_float8 import mosaic
@@ -60,6 +60,23 @@ def test_products_equal_a_float64_sum_of_scaled_blocks(implementation):
     expected = oracle(*operands())
     assert np.abs(result - expected).max() <= 1e-6 * np.abs(expected).max()
     assert not np.asarray(result[SIZES.sum() :]).any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_products_are_right_for_every_pattern_of_empty_groups(implementation):
+    sizes = sizes_of_every_pattern()
+    rng = np.random.default_rng(1)
+    rows, weights = (
+        jnp.asarray(rng.normal(size=size), jnp.float8_e4m3fn)
+        for size in ((sizes.sum(), 128), (len(sizes), 128, 128))
+    )
+    scales = [
+        jnp.asarray(rng.uniform(0.5, 2, size), jnp.float32) for size in ((len(rows), 1), (len(sizes), 1, 1))
+    ]
+    arrays = rows, scales[0], [weights], [scales[1]], sizes
+    result, expected = run(implementation, *arrays, out_dtype=jnp.float32), oracle(*arrays)
+    assert np.abs(result - expected).max() <= 1e-6 * np.abs(expected).max()
 
 
 @pytest.mark.slow

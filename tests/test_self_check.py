@@ -17,6 +17,7 @@ from pallas_kernels import (
     agree_on_kernels,
     agreement,
     flash_attention,
+    grouped_dot_float8,
     grouped_mlp,
     implementation,
     self_check,
@@ -159,6 +160,22 @@ def test_check_here_checks_the_kernels_of_attention(monkeypatch):
         check_here("attention")
 
 
+@pytest.mark.slow
+def test_check_here_checks_the_kernels_of_float8(monkeypatch):
+    monkeypatch.setattr(self_check, "SIZES", ((40, 128),))
+    monkeypatch.setattr(self_check, "REPEATS", 1)
+    with gpu_interpreter("triton"):
+        check_here("float8")
+
+    def wrong(*operands, implementation):
+        out = grouped_dot_float8(*operands, implementation="xla")
+        return out if implementation == "xla" else out.at[3].multiply(1.5)
+
+    monkeypatch.setattr(self_check, "grouped_dot_float8", wrong)
+    with pytest.raises(ValueError, match=r"40 float8 rows of 128, array .*: the error is"):
+        check_here("float8")
+
+
 def test_main_skips_implementations_that_cannot_run(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -210,12 +227,12 @@ def test_several_processes_trust_what_all_of_them_trust(two_processes, processes
         in capsys.readouterr().err
     )
     two_processes["mosaic"] = False
-    processes.ends += [(0, ""), (0, ""), (1, "ValueError: wrong")]
+    processes.ends += [(0, ""), (0, ""), (1, "ValueError: wrong"), (0, "")]
     agree_on_kernels(jax.devices()[:1])  # a program of one process
     assert not processes.started
     agree_on_kernels()
     trusted = {name: is_trusted(name, "cpu") for name in two_processes}
-    assert trusted == {"mosaic": False, "triton": True, "attention": False}
+    assert trusted == {"mosaic": False, "triton": True, "attention": False, "float8": True}
     mosaic, attention = capsys.readouterr().err.splitlines()
     assert "'mosaic' is not chosen because it has not passed its check (processes [1] of 2); run" in mosaic
     assert (
@@ -223,7 +240,7 @@ def test_several_processes_trust_what_all_of_them_trust(two_processes, processes
         in (attention)
     )
     agree_on_kernels()
-    assert len(processes.started) == 3
+    assert len(processes.started) == 4
 
 
 def test_one_process_checks_while_others_wait_for_its_verdict(processes):
