@@ -47,7 +47,7 @@ from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
 PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "metrics.md").read_text()
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 SHORT = SMALL | {"steps": 1, "evaluation_batches": 1, "epochs": 1, "ranks": Ranks(resident_slots=1)}
-SHORT |= {"price": "time"}
+SHORT |= {"price": "time", "pack_sequences": True}
 WRITERS = """
     opened = []
 

@@ -28,6 +28,9 @@ SMALL = {
     "micro_batches": 2,
     "epochs": 2,
     "learning_rate": 3e-3,
+    # Without these two, which `test_rl_metrics` runs with, programs are the same in all steps and in most runs.
+    "pack_sequences": False,
+    "price": "balance",
 }
 """The settings of a small run, as fields of `experiments.rl.configs.Train`."""
 HASTY = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(128)))
