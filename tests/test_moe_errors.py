@@ -38,7 +38,7 @@ def single(path="flat", **options):
     options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
     values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
-    plan = jax.tree.map(jnp.asarray, plans("2x4", 2, "relibra").layer(0).layer(0))
+    plan = jax.tree.map(jnp.asarray, plans("2x4", 2, "random").layer(0).layer(0))
     arguments = {
         "x": values["x"],
         "expert_ids": jnp.asarray(routings()[0]),
@@ -63,7 +63,7 @@ def call(arguments, parallel):
 def test_moe_layer_live_refits_the_quotas_of_a_plan():
     """Tokens run under the slots and quotas of another micro-batch lose no token."""
     arguments, parallel = single()
-    plan = plans("2x4", 2, "relibra").layer(2).layer(0)._replace(load=None)
+    plan = plans("2x4", 2, "random").layer(2).layer(0)._replace(load=None)
     out = call(arguments | {"plan": plan}, parallel)
     assert_close(out, expected()[0]["output"], 2e-6)
 

@@ -41,7 +41,7 @@ def plan_of(replay, striped):
     assignment = assign_in_order(8, TOPOLOGY, num_micro_batches=2)
     load = striped_load(replay, assignment, TOPOLOGY) if striped else None
     load = np.asarray(expert_load(replay, assignment, num_experts=8) if load is None else load)
-    return BatchPlan(assignment, load, planned("relibra", TOPOLOGY, load))
+    return BatchPlan(assignment, load, planned("eplb", TOPOLOGY, load))
 
 
 @pytest.mark.parametrize("striped", [False, True])

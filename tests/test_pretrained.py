@@ -15,9 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from support.plans import random_planner
 from safetensors.numpy import save_file
 
-from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax import RoutingReplay, Topology
 from relibra_jax.models import load_pretrained, pretrained_tensors, save_pretrained
 from relibra_jax.models.load_checks import rank_bytes
 from relibra_jax.models.tensor_files import TensorFiles
@@ -88,7 +89,7 @@ def test_load_pretrained_gives_logits_of_transformers_live_and_replayed(name):
     mask = np.ones(tokens.shape, bool)
     model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY)
     balancer = Balancer(
-        relibra(),
+        random_planner(),
         ExpertParallel(mesh=mesh(), topology=TOPOLOGY),
         num_layers=LAYERS.get(name, 3),
         num_micro_batches=1,

@@ -86,7 +86,7 @@ def test_node_visits_of_striped_layers_are_those_of_dealt_tokens(replay, assignm
 
 def test_buffers_of_striped_layers_are_sized_for_dealt_tokens(replay, assignment):
     load = np.asarray(striped_load(replay, assignment, TOPOLOGY))
-    batch_plan = BatchPlan(assignment, load, planned("relibra", TOPOLOGY, load))
+    batch_plan = BatchPlan(assignment, load, planned("eplb", TOPOLOGY, load))
     mesh = expert_mesh(TOPOLOGY, devices=jax.devices()[:4])
     held, dealt = (
         count_sizes(

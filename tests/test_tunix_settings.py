@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.plans import random_planner
 
-from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax import RoutingReplay, Topology
 from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable
 from relibra_jax.integrations.tunix.routes import replay_of_sequences
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, ranks_first
@@ -153,7 +154,7 @@ def prepared():
     replay = RoutingReplay(ids.astype(np.uint8), rng.random((32, 6)) < 0.9)
     model, options = Layers(), {"key": jax.random.key(0), "assign": None}
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY)
-    balancer = Balancer(relibra(), parallel, num_layers=3, num_micro_batches=2, **options)
+    balancer = Balancer(random_planner(), parallel, num_layers=3, num_micro_batches=2, **options)
     return balancer.prepare(model, None, replay), replay, model, balancer
 
 
