@@ -33,7 +33,7 @@ from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes
 
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 2, 16, 4, 6, 5, 8, 2
-MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 20
+MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 8
 GATING = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
 BALANCE, LARGEST = 0.1, 0.05
 TX = optax.chain(optax.clip_by_global_norm(LARGEST), optax.adamw(3e-3, eps=1e-5))
