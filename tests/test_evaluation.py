@@ -96,7 +96,7 @@ def test_run_planner_gives_packed_samples_the_price_and_routes(trace):
     chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.asarray, setting.cost_model.price(TOPOLOGY)))
 
 
-@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.long)])
 def test_run_planner_plans_as_a_user_does(trace, layout):
     """The plans are those of `plan_batch` with the keys and the choice of a Balancer, bit for bit."""
     entry = with_samples_assigned("relibra")
@@ -138,11 +138,11 @@ def test_make_setting_makes_the_cost_model_of_the_settings(trace):
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
 def test_outcome_waits_for_the_lanes_that_exchanges_send(trace, dispatch):
     """A fitted exchange waits for no more than a padded one, and one without lanes for what the busiest rank needs."""
-    planned = [plan_last(PLANNERS["relibra"], setting_of(trace))]
+    planned = [plan_last(PLANNERS["eplb"], setting_of(trace))]
     waits = []
     for exchange in ("padded", "fitted", "needed"):
         setting = setting_of(trace, exchange=exchange, dispatch=dispatch)
-        outcome = Outcome("relibra", PLANNERS["relibra"], setting, planned)
+        outcome = Outcome("eplb", PLANNERS["eplb"], setting, planned)
         waits.append((outcome.waited_between, outcome.waited_inside))
     padded, fitted, needed = np.array(waits)
     assert (padded >= fitted).all()

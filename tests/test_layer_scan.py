@@ -148,9 +148,9 @@ def gradients(in_place, runs, groups=1, topology=ONE_NODE):
 @pytest.mark.parametrize(
     ("groups", "topology"),
     [
-        (1, ONE_NODE),
+        pytest.param(1, ONE_NODE, marks=pytest.mark.long),
         pytest.param(2, ONE_NODE, marks=pytest.mark.long),
-        pytest.param(2, TWO_NODES, marks=pytest.mark.slow),
+        (2, TWO_NODES),
     ],
     ids=["one group", "two groups", "two groups with residents"],
 )
