@@ -46,7 +46,7 @@ def random_load(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reach", ["node", "across"])
+@pytest.mark.parametrize("reach", [pytest.param("node", marks=pytest.mark.long), "across"])
 def test_cheapest_is_never_slower_than_its_planners(reach):
     across = reach == "across"
     parts = [

@@ -64,12 +64,17 @@ def compile_generation(sizes):
     ("item", "model", "wave"),
     [
         ("cache", {"layers": 4}, {"samples": 8, "prompt_tokens": 512, "columns": 4096}),
-        (
+        pytest.param(
             "logits of the last tokens",
             {"vocabulary": 16384},
             {"samples": 16, "prompt_tokens": 32, "columns": 128},
+            marks=pytest.mark.long,
         ),
-        ("weights of a layer", {"expert_width": 2048}, {"samples": 8, "prompt_tokens": 32, "columns": 96}),
+        pytest.param(
+            *("weights of a layer", {"expert_width": 2048}),
+            {"samples": 8, "prompt_tokens": 32, "columns": 96},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["long responses", "wide vocabulary", "wide experts"],
 )

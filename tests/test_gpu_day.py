@@ -143,7 +143,7 @@ def test_smoke_trains_the_flax_loop(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_check_group_is_rehearsed(devices, capsys):
     run_function("experiments.gpu_day.group_layer:check_group", [devices, "padded"], rehearsal=True)
     (facts,) = [facts for line in capsys.readouterr().out.splitlines() if (facts := facts_of(line))]

@@ -83,7 +83,12 @@ def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, A
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "residents"),
-    [("static", 0), pytest.param("relibra", 0, marks=pytest.mark.long), ("relibra", 1), ("laer", 0)],
+    [
+        ("static", 0),
+        pytest.param("relibra", 0, marks=pytest.mark.long),
+        pytest.param("relibra", 1, marks=pytest.mark.long),
+        ("laer", 0),
+    ],
 )
 def test_least_time_is_at_most_the_time_of_planners(name, residents):
     where, across = topology(residents=residents), PLANNERS[name].across_nodes

@@ -159,6 +159,7 @@ BIASED = {"activation": "clamped_swiglu", "expert_biases": True}
     [
         pytest.param(
             *("logits of a chunk", {"length": 256, "shard_dense": True}, {"vocabulary": 8192, "layers": 2}),
+            marks=pytest.mark.long,
             id="wide vocabulary",
         ),
         pytest.param("arrays of a layer", {"length": 3000}, {"layers": 5, "width": 96}, id="many tokens"),

@@ -425,7 +425,7 @@ def train(*, planned):
     }, home
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_training and test_residents_training train under plans that move experts
 def test_training_with_plans_and_reorders_equals_training_without():
     actual, home = train(planned=True)
     desired, at_birth = train(planned=False)
@@ -446,7 +446,7 @@ def test_set_homes_rejects_homes_of_another_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replica_slots", [0, 1])
+@pytest.mark.parametrize("replica_slots", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_moe_layer_live_in_a_scan_has_gradients(replica_slots):
     """Shardy (jaxlib 0.11) crashed if a scan's backward pass hoisted an empty array of replicas out of a shard_map."""
     topology = dataclasses.replace(SMALL, replica_slots=replica_slots)

@@ -95,7 +95,7 @@ def stay(request, previous_home, topology, *, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plan_batch_assigns_samples_to_the_homes_of_the_start_first(counts, traced):
     start, planner = random_placement(3), relibra(place=stay)
     actual = plan(counts, planner, assign=ASSIGN, rounds=1, start=start, traced=traced)

@@ -192,7 +192,7 @@ def host_error(plan):
 @pytest.mark.parametrize(
     ("path", "pieces"),
     [
-        ("flat", 1),
+        pytest.param("flat", 1, marks=pytest.mark.long),  # hierarchical dispatch has its hop and one more
         pytest.param("hierarchical", 1, marks=pytest.mark.slow),
         pytest.param("hierarchical", 2, marks=pytest.mark.slow),
     ],

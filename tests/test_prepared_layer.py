@@ -83,6 +83,10 @@ def run_prepared(experts, layer, ids, gates, parallel):
     return moe_layer(x, ids, gates, layer_experts, layer, parallel)
 
 
+HIERARCHICAL = [pytest.param(path, marks=[pytest.mark.long] * (path == "flat")) for path in PATHS]
+"""Both paths, of which flat is the simpler one."""
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_fitted_exchange_sends_the_lanes_of_the_price(path):
     """Every layer and micro-batch sends as much of each lane as `count_sent` counts, which is not always the same."""
@@ -113,7 +117,7 @@ def test_fitted_exchange_sends_the_lanes_of_the_price(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HIERARCHICAL)
 def test_prepare_layers_equals_preparing_inside_the_step(path):
     """Slices of tables that were prepared for all micro-batches give the right outputs and rows of every slot."""
     plan, load, experts, residents = a_batch()
@@ -185,7 +189,7 @@ def test_fitted_exchange_chooses_a_length_once_at_each_hop(path, choices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HIERARCHICAL)
 def test_check_rows_counts_rows_in_other_slots(path):
     """If two copies of different experts swap places on the way, group sizes stay equal but check_rows detects it."""
     plan, load, experts, residents = a_batch()

@@ -80,7 +80,7 @@ def topologies(draw):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long  # every example compiles; test_planners and the extreme loads below check such plans, too
 @settings(max_examples=5)
 @given(
     topology=topologies(),
