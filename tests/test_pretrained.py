@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from support.plans import random_planner
 from safetensors.numpy import save_file
+from support.plans import random_planner
 
 from relibra_jax import RoutingReplay, Topology
 from relibra_jax.models import load_pretrained, pretrained_tensors, save_pretrained
