@@ -80,7 +80,7 @@ def check_stages(replay, stages):
     np.testing.assert_array_equal(residents, resident_experts(update, TOPOLOGY))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # so do the stages of test_stages_never_exchange_samples_of_updates, and of test_front_door
 def test_stages_have_all_samples_packed_alone(replay, packed):
     check_stages(replay, packed)
     for stage, batch_plan, price in zip(STAGES, packed, COSTS, strict=True):
@@ -145,7 +145,7 @@ def test_stage_is_assigned_as_a_batch_of_its_samples(replay):
         return packed_as(start, batch, topology)
 
     options = {"stages": SPLIT, "cost": SPLIT_COSTS, "assign": assign, "rounds": 2}
-    plan_batch(replay, PLANNER, first_state(), TOPOLOGY, **options)
+    plan_batch(replay, static(), (), TOPOLOGY, **options)
     jax.effects_barrier()
     assert len(received) == 6
     whole, early, late = received[3:]
@@ -237,10 +237,12 @@ def test_stages_reach_planners_as_one_batch(replay):
 
 @pytest.mark.slow
 def test_stages_of_one_entry_are_a_batch(replay):
-    (stage,), after = plan_batch(replay, PLANNER, first_state(), TOPOLOGY, stages=[Stage(4)], cost=[COSTS[1]])
-    batch_plan, expected = plan_batch(replay, PLANNER, first_state(), TOPOLOGY, stages=4, cost=COSTS[1])
+    planner = PLANNERS["eplb_history"].planner
+    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+    (stage,), after = plan_batch(replay, planner, state, TOPOLOGY, stages=[Stage(4)], cost=[COSTS[1]])
+    batch_plan, expected = plan_batch(replay, planner, state, TOPOLOGY, stages=4, cost=COSTS[1])
     chex.assert_trees_all_equal(stage, batch_plan)
-    chex.assert_trees_all_equal(after.home, expected.home)
+    chex.assert_trees_all_equal(after, expected)
 
 
 @pytest.mark.long

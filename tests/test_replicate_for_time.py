@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.planning.even_pairs import even_pairs
-from relibra_jax.planning.replicate_for_time import replicate_for_time
+from relibra_jax.planning.replicate_for_time import replicate_for_time as replicate
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.visit_estimates import estimate_visits
 from relibra_jax.planning.visiting_replicas import replicate_with_visitors
 from relibra_jax.routing.split import pair_load
 
+replicate_for_time = jax.jit(replicate, static_argnums=2)
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 MICRO_BATCHES, LAYERS, TOKENS, TOP_K = 2, 2, 64, 2
 
