@@ -176,8 +176,8 @@ def test_balancer_training_equals_static_placement():
         np.testing.assert_allclose(actual, desired, atol=5e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.long), {"data": 2, "fsdp": 2}])
+@pytest.mark.long  # test_residents_training trains over the same axes, with residents
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "fsdp": 2}])
 def test_balancer_trains_the_same_over_data_and_fsdp_axes(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
@@ -611,11 +611,17 @@ def test_balancer_state_of_another_planner_is_rejected():
 
 
 @pytest.mark.slow
-def test_flax_loop_is_balanced_and_equals_static_placement(capsys):
+def test_flax_loop_is_balanced_and_learns(capsys):
     losses = flax_loop.main(batches=2)
     imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0]
     assert max(imbalances) < 1.05
+
+
+@pytest.mark.long
+def test_flax_loop_equals_static_placement(capsys):
+    losses = flax_loop.main(batches=2)
+    capsys.readouterr()
     np.testing.assert_allclose(flax_loop.main(batches=2, planner=static()), losses, rtol=1e-5)
     imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert min(imbalances) > 1.2
