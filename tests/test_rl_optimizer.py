@@ -32,7 +32,7 @@ def _first_sizes():
 @functools.cache
 def trained(moments):
     """Warm up for two updates, then learn once, under plans that move experts; return the trainer and the metrics."""
-    trainer = Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1, "moments": moments})), 0)
+    trainer = Trainer(Train(**(SMALL | {"moments": moments})), 0)
     return trainer, [trainer.warm_up(), trainer.warm_up(), trainer.learn()]
 
 
