@@ -13,7 +13,13 @@ from experiments.rl.tasks import TASKS
 from experiments.rl.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
-OPTIONS = SMALL | {"algorithm": "dapo", "warmup_steps": 0, "epochs": 1}
+OPTIONS = SMALL | {
+    "algorithm": "dapo",
+    "warmup_steps": 0,
+    "epochs": 1,
+    "planner": "static",
+    "anneal_steps": 0,
+}
 FIRST = len("copy ")
 
 

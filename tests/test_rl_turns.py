@@ -353,7 +353,7 @@ TALKING = dataclasses.replace(
 def trainer(smallest_policy):
     """Return the trainer of a run of two turns, without a warm-up, whose policy ends about half of its turns early."""
     settings = SMALL | {"warmup_steps": 0, "epochs": 1, "response_tokens": 14, "turns": 2, "turn_tokens": 4}
-    settings |= {"evaluation_batches": 1}
+    settings |= {"evaluation_batches": 1, "planner": "static", "anneal_steps": 0}
     return Trainer(Train(**settings), 0, task=TALKING, tokenizer=HASTY)
 
 

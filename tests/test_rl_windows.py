@@ -39,6 +39,8 @@ OPTIONS = SMALL | {
     "steps": 4,
     "epochs": 1,
     "learning_rate": 3e-2,
+    "planner": "static",
+    "anneal_steps": 0,
 }
 ENDING = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(97, 107)))
 """A tokenizer with which about half of the responses of a new policy end in a window."""
@@ -85,8 +87,7 @@ def test_credit_at_the_end_learns_from_whole_groups_and_samples_no_response_that
         return generate(policy, prompts, lengths, keys, **options)
 
     monkeypatch.setattr(embedded, "generate_in_waves", recording)
-    settings = {"pack_sequences": False, "planner": "static", "anneal_steps": 0, "learning_rate": 3e-4}
-    trainer = make(algorithm="grpo", **settings)
+    trainer = make(algorithm="grpo", learning_rate=3e-4)
     waited, waits = np.zeros(32, bool), []
     for _ in range(3):
         first = len(sampled)
