@@ -102,7 +102,7 @@ def test_checkpoints_move_between_one_group_and_copies(tmp_path, copies):
         np.testing.assert_array_equal(value, desired[name], err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_host_state compares steps with those on the devices, and the next test reads the programs
 def test_run_with_its_state_on_the_host_learns_the_same_bits(tmp_path):
     (devices, of_devices), (host, of_host) = trained(True), trained(True, state_memory=HOST)
     for before, after in zip(of_devices, of_host, strict=True):
