@@ -75,10 +75,16 @@ def forget_programs():
 
 @pytest.fixture(scope="module")
 def smallest_policy():
-    """Register the policy ``smallest`` for runs."""
+    """Register the policy ``smallest`` for runs, and set the XLA options that runs add.
+
+    Kept programs have all options in their names, on CPUs too, so trainers and whole runs share them.
+    """
     from support.runs import SMALLEST
 
+    from experiments.rl.devices import overlap_exchanges
     from experiments.rl.policy import POLICIES
+
+    overlap_exchanges()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
