@@ -50,7 +50,7 @@ def check_written(folder, names, shown):
 
 @pytest.mark.slow
 def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monkeypatch):
-    two_planners = {name: PLANNERS[name] for name in ("static", "relibra")}
+    two_planners = {name: PLANNERS[name] for name in ("static", "eplb")}
     monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", two_planners)
     assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
     check_written(tmp_path, two_planners, capsys.readouterr().out)

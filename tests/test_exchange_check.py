@@ -156,6 +156,7 @@ def test_nothing_is_sent_that_does_not_fit(mesh):
         sizes = ExchangeSizes(pair=0, own=0, send=8, receive=receive)
         exchange = Exchange(kind="emulated", axes=("local",), ranks=2, sizes=sizes)
 
+        @jax.jit
         @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=jax.P("local"))
         def tables(counts):
             return make_hop(counts, exchange, receive)[0].lanes.sent.sum()[None]
@@ -174,7 +175,7 @@ def test_no_replica_is_sent_that_is_not_among_the_exports(mesh):
     for copies, sent in ((2, 2), (1, 0)):
         sizes = dataclasses.replace(worst_case_capacities(8, 2, topology), export_copies=copies)
         settings = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, fetch="emulated")
-        tables = prepare_fetch(plan, settings).fetch_tables
+        tables = jax.jit(prepare_fetch, static_argnums=1)(plan, settings).fetch_tables
         assert (int(tables.updates.sent.sum()), bool(tables.fits.all())) == (sent, copies == 2)
 
 
