@@ -214,7 +214,7 @@ def test_savings_have_the_sign_that_the_gathers_of_each_exchange_give_them():
     assert ragged["gathers in products"] == 0
     assert ragged["row per rank"] < 0
     assert 0 < ragged["no zeros"] < fitted["no zeros"]
-    # Dispatched gates follow their rows through the ragged exchange; all other gates travel beside gathers and products.
+    # Dispatched gates follow their rows through the ragged exchange; all others travel beside gathers and products.
     alone = 1e3 * run_of(exchange="ragged").cluster.collective_seconds
     assert ragged["gates with rows"] == pytest.approx(fitted["gates with rows"] + alone)
     assert ragged["hops in one gather"] == 0
