@@ -3,11 +3,17 @@
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from support.runs import SMALL
 
 from experiments.multiplex.__main__ import Multiplex, main
 from experiments.multiplex.comparison import ALONE, COLOCATED, GROUPS, OPTIMUM, SORTED
 from experiments.multiplex.job_sources import read_jobs
+from experiments.multiplex.park import Park, move_arrays
+from experiments.multiplex.park import main as park
+from experiments.multiplex.parking import read_parking
 from experiments.multiplex.run_metrics import (
     ROLLOUT_TIMES,
     TRAINING_TIMES,
@@ -132,6 +138,52 @@ def test_multiplex_takes_files_and_runs_in_their_order(run, tmp_path, out, capsy
     saved = tmp_path / "again.json"
     saved.write_text(json.dumps(listed))
     assert [job.name for job in read_jobs(saved)] == [job["name"] for job in listed]
+
+
+MOVES = {"bytes": 8 * 10**9, "out_seconds": 2.0, "back_seconds": 1.5}
+PARKING = {"weights": MOVES | {"back_seconds": 0.25}, "state": MOVES, "device": "cpu", "devices": 1}
+
+
+def test_multiplex_adds_the_measured_moves_of_a_run_to_its_phases_and_to_host_memory(run, out, capsys):
+    (run / "parking.json").write_text(json.dumps(PARKING))
+    numbers = run_command([run, "--training-nodes", 3, "--rollout-bytes", 7], out)
+    (group,) = numbers["sets"][0]
+    (job,) = group["jobs"]
+    assert (job["rollout_seconds"], job["training_seconds"]) == (
+        pytest.approx(2.19 + 0.25),
+        pytest.approx(6.0 + 3.5),
+    )
+    assert (job["rollout_bytes"], job["training_bytes"]) == (7, -(-8 * 10**9 // 3))
+    assert "weights in 0.25 s (8e+03 MB), state in 1.5 s and out 2 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, [], PARKING | {"state": 1}, PARKING | {"weights": MOVES | {"out_seconds": -1}}]
+)
+def test_multiplex_reports_a_file_of_moves_that_it_cannot_read(run, refused, wrong):
+    (run / "parking.json").write_text(json.dumps(wrong))
+    assert "parking.json has no measured moves; write it with python -m" in refused(run)
+
+
+@pytest.mark.usefixtures("smallest_policy")
+def test_park_measures_the_whole_state_of_a_run(run):
+    (run / "config.json").write_text(json.dumps(SMALL | {"seeds": [0]}))
+    assert run_program(park, Park, [str(run), "--repeats", "2"]) == 0
+    parking = read_parking(run)
+    # float32 weights, and two moments of each.
+    assert parking.state.bytes == 3 * parking.weights.bytes > 0
+    assert min(*parking.weights[1:], *parking.state[1:]) > 0
+    assert (parking.device, parking.devices) == ("cpu", 8)
+
+
+def test_move_arrays_returns_the_same_arrays_where_they_were():
+    arrays = [jax.device_put(np.arange(6.0, dtype=np.float32), device) for device in jax.devices()[:2]]
+    moved, move = move_arrays(arrays, repeats=2)
+    assert move.bytes == 48
+    assert all(array.is_deleted() for array in arrays)
+    for array, device in zip(moved, jax.devices(), strict=False):
+        assert (array.devices(), array.sharding.memory_kind) == ({device}, "device")
+        np.testing.assert_array_equal(array, np.arange(6.0))
 
 
 def test_multiplex_prints_names_of_any_characters(tmp_path, out, capsys):

@@ -18,6 +18,7 @@ from experiments.multiplex.figure import draw_group
 from experiments.multiplex.groups import Group
 from experiments.multiplex.job_sources import draw_jobs, read_jobs
 from experiments.multiplex.jobs import Job, Pool, Pools, check_factor
+from experiments.multiplex.parking import Parking, read_parking
 from experiments.multiplex.run_metrics import StepDurations, job_of_durations, read_durations
 from experiments.multiplex.tables import describe_run, explain_ways, groups_table, ways_table
 from experiments.program import run_program
@@ -44,9 +45,13 @@ class RunJob:
     """For folders of runs: the share of a rollout that more nodes do not shorten, from 0 to 1."""
     slo: float = 1.5
     """For folders of runs: the job's objective, the longest mean step as a multiple of a step alone; at least 1."""
-    rollout_bytes: int = 0
+    rollout_bytes: Annotated[
+        int | None, tyro.conf.arg(help_behavior_hint="(default: as measured, else 0)")
+    ] = None
     """For folders of runs: the bytes that the job keeps in the host memory of each rollout node."""
-    training_bytes: int = 0
+    training_bytes: Annotated[
+        int | None, tyro.conf.arg(help_behavior_hint="(default: as measured, else 0)")
+    ] = None
     """For folders of runs: the bytes that the job keeps in the host memory of each training node."""
     quantile: float = 0.95
     """For folders of runs: the share of steps that do not exceed the conservative duration."""
@@ -134,8 +139,8 @@ def main(options: Multiplex) -> None:
         raise ValueError(f"out={options.out} must be a folder: {existing} is a file, not a folder")
     pools, console = options.nodes.pools(), Console()
     check_integer("steps", options.steps, least=1, most=MOST_STEPS)
-    recorded = {str(path): read_durations(path) for path in options.paths if path.is_dir()}
-    title, job_sets = _job_sets(options, recorded)
+    recorded, parked = _read_runs([path for path in options.paths if path.is_dir()])
+    title, job_sets = _job_sets(options, recorded, parked)
     comparisons = [
         compare_ways(
             jobs,
@@ -152,7 +157,10 @@ def main(options: Multiplex) -> None:
     for job in job_sets[0]:
         if job.name in recorded:
             console.print(
-                describe_run(job, recorded[job.name]), markup=False, highlight=False, soft_wrap=True
+                describe_run(job, recorded[job.name], parked.get(job.name)),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
     first = title if len(job_sets) == 1 else f"{title}; groups of the first set"
     console.print(groups_table(groups, pools, first), crop=False, soft_wrap=True)
@@ -167,14 +175,30 @@ def main(options: Multiplex) -> None:
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
-def _job_sets(options: Multiplex, recorded: Mapping[str, StepDurations]) -> tuple[str, list[list[Job]]]:
+def _read_runs(folders: Sequence[Path]) -> tuple[dict[str, StepDurations], dict[str, Parking]]:
+    """Read the durations of runs, and the moves of their states where they are measured, by the names of the folders.
+
+    Where moves are measured, the durations include them.
+    """
+    recorded, parked = {}, {}
+    for folder in folders:
+        durations, parking = read_durations(folder), read_parking(folder)
+        if parking is not None:
+            parked[str(folder)], durations = parking, parking.added_to(durations)
+        recorded[str(folder)] = durations
+    return recorded, parked
+
+
+def _job_sets(
+    options: Multiplex, recorded: Mapping[str, StepDurations], parked: Mapping[str, Parking]
+) -> tuple[str, list[list[Job]]]:
     """Read or draw the sets of jobs; return a title for them, and the sets."""
     if options.paths:
         if options.drawn is not None or options.seeds != 1:
             raise ValueError(
                 f"drawn and seeds are for jobs drawn at random, but {len(options.paths)} paths are given"
             )
-        jobs = [job for path in options.paths for job in _read(path, options.run, recorded)]
+        jobs = [job for path in options.paths for job in _read(path, options.run, recorded, parked)]
         return f"jobs of {', '.join(map(str, options.paths))}", [jobs]
     count = 6 if options.drawn is None else options.drawn
     check_integer("drawn", count, least=1, most=MOST_DRAWN)
@@ -183,9 +207,15 @@ def _job_sets(options: Multiplex, recorded: Mapping[str, StepDurations]) -> tupl
     return f"{count} drawn jobs" + (f", {options.seeds} sets" if options.seeds > 1 else ""), sets
 
 
-def _read(path: Path, run: RunJob, recorded: Mapping[str, StepDurations]) -> list[Job]:
-    if str(path) in recorded:
-        return [job_of_durations(str(path), recorded[str(path)], **dataclasses.asdict(run))]
+def _read(
+    path: Path, run: RunJob, recorded: Mapping[str, StepDurations], parked: Mapping[str, Parking]
+) -> list[Job]:
+    name = str(path)
+    if name in recorded:
+        given = {field: value for field, value in dataclasses.asdict(run).items() if value is not None}
+        if name in parked:
+            given = parked[name].node_bytes(training_nodes=run.training_nodes) | given
+        return [job_of_durations(name, recorded[name], **given)]
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a file of jobs or the folder of a run")
     return read_jobs(path)

@@ -29,9 +29,10 @@ SLO: Final = (1.0, 2.0)
 """The range of the objective, drawn uniformly."""
 SIZES: Final = ((7, 1, 1), (14, 1, 2), (32, 2, 4))
 """The sizes of jobs, equally likely: billions of parameters, rollout nodes, and training nodes, of 8 devices each."""
-ENGINE_BYTES, TRAINER_BYTES = 2, 16
-"""Bytes per parameter. Every rollout node holds bfloat16 weights. The training nodes share bfloat16 weights and
-gradients, float32 weights, and two float32 moments of Adam."""
+ENGINE_BYTES, TRAINER_BYTES = 2, 12
+"""Bytes per parameter. Every rollout node holds bfloat16 weights. The training nodes share float32 weights and two
+float32 moments of Adam, which is what `experiments.multiplex.park` measures of a run; bfloat16 weights and gradients
+are made anew."""
 
 
 def read_jobs(path: str | os.PathLike) -> list[Job]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from experiments.multiplex.comparison import ALONE, GROUPS, OPTIMUM, Comparison, Ways
 from experiments.multiplex.groups import Group
 from experiments.multiplex.jobs import Job, Pools
+from experiments.multiplex.parking import Parking
 from experiments.multiplex.run_metrics import StepDurations
 from relibra_jax.cli.terminal import wide_table
 
@@ -19,18 +20,30 @@ type Columns[Row] = Sequence[tuple[str, Callable[[Row], str]]]
 """The columns of a table: the head of each, and the text of its cell in a row."""
 
 
-def describe_run(job: Job, durations: StepDurations) -> str:
-    """Describe the recorded durations of a run, and the conservative durations of its job, in one line.
+def describe_run(job: Job, durations: StepDurations, parking: Parking | None) -> str:
+    """Describe the recorded durations of a run, the conservative durations of its job, and its moves, in one line.
 
     Args:
         job: the job of the run.
-        durations: the recorded durations of its steps.
+        durations: the durations of its steps, with moves if they are measured.
+        parking: the measured moves of its state; None if they are not.
     """
     rollout, training = np.median(durations.rollout), np.median(durations.training)
     return (
         f"{job.name}: {len(durations.rollout)} learning steps;"
         f" rollout: median {rollout:.4g} s, conservative {job.rollout_seconds:.4g} s;"
-        f" training: median {training:.4g} s, conservative {job.training_seconds:.4g} s"
+        f" training: median {training:.4g} s, conservative {job.training_seconds:.4g} s;"
+        + (" moves of its state are not measured" if parking is None else _describe_moves(parking))
+    )
+
+
+def _describe_moves(parking: Parking) -> str:
+    """Describe the moves of a run that are part of its durations."""
+    weights, state = parking.weights, parking.state
+    return (
+        f" of these, weights in {weights.back_seconds:.2g} s ({weights.bytes / 1e6:.3g} MB), state in"
+        f" {state.back_seconds:.2g} s and out {state.out_seconds:.2g} s ({state.bytes / 1e6:.3g} MB), measured on"
+        f" {parking.devices} x {parking.device}"
     )
 
 
