@@ -88,3 +88,5 @@ def test_empty_cache_rejects_sequences_that_do_not_divide(monolithic):
     split = SplitModel(monolithic[0], jax.devices()[:4], attention_ranks=2)
     with pytest.raises(ValueError, match="sequences=6 must divide evenly over 4"):
         split.empty_cache(6, 3)
+    with pytest.raises(ValueError, match="tokens"):
+        split.step(np.zeros(4, np.int32), split.empty_cache(8, 3))

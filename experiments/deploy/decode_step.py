@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 
 from experiments.deploy.row_swap import RANK, attention_topology, blank, by_rank, split_devices, swap
 from pallas_kernels import grouped_mlp
-from relibra_jax.contract.types import EMPTY, Array
+from relibra_jax.contract.types import EMPTY, Array, check_shape
 from relibra_jax.execution.gating import gates_at
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import Cache, LanguageModel
@@ -110,10 +110,11 @@ class SplitModel:
         weights = jnp.take_along_axis(weights, home, axis=1)  # in the order of expert ids
         weights = weights.reshape(config.layers, expert_ranks, -1, *weights.shape[2:])
         self.weights = jax.device_put(weights, NamedSharding(self.meshes.experts, PartitionSpec(None, RANK)))
-        self.graph, experts_state, rest = nnx.split(model, ExpertParam, ...)
+        self.graph: Any
+        self.graph, experts_state, *rest = nnx.split(model, ExpertParam, ...)
         # Attention ranks hold an empty array in the place of the experts.
         empty = jax.tree.map(lambda leaf: jnp.zeros((config.layers, 0), leaf.dtype), experts_state)
-        self.state = jax.device_put((empty, rest), NamedSharding(self.meshes.attention, PartitionSpec()))
+        self.state = jax.device_put((empty, *rest), NamedSharding(self.meshes.attention, PartitionSpec()))
 
     def empty_cache(self, sequences: int, room: int) -> tuple[Cache, Cache]:
         """Allocate the caches of both micro-batches on the attention ranks.
@@ -148,7 +149,11 @@ class SplitModel:
 
         Returns:
             The logits of the token after each given one, float32, and the caches with the given tokens.
+
+        Raises:
+            ValueError: if there is not one token for each sequence of the caches.
         """
+        check_shape("tokens", tokens.shape, (sum(len(cache.positions) for cache in caches),))
         meshes, expert_ranks = self.meshes, self.meshes.experts.size
         own = tokens.shape[0] // MICRO_BATCHES // meshes.attention.size
         room = {"dtype": jnp.dtype(self.config.dtype)}
@@ -160,9 +165,7 @@ class SplitModel:
         rows = received = None
         for tick in ticks(self.config.layers):
             results = nothing
-            if (
-                tick.attention is not None
-            ):  # the last swap sends the rows of the one before again, which nobody reads
+            if tick.attention is not None:
                 layer, half = tick.attention
                 state = (x[half], returned[half], positions[half], extended[half])
                 x[half], extended[half], rows = _attend(
@@ -172,6 +175,7 @@ class SplitModel:
                 )
             if tick.experts is not None:
                 results = _compute(self.weights, tick.experts[0], received, mesh=meshes.experts)
+            # The last swap sends the rows of the one before again, and nobody reads them.
             received, arrived = swap(rows, results, meshes)
             if tick.experts is not None:
                 returned[tick.experts[1]] = arrived
@@ -180,7 +184,7 @@ class SplitModel:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _begin(graph: Any, state: Any, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+def _begin(graph: Any, state: Any, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Array, Cache]:
     """Return the embeddings ``[B, 1, D]``, the positions of the tokens, and the cache with a column for them."""
     model: LanguageModel = nnx.merge(graph, *state)
     positions, cache = cache.add_columns(jnp.ones((len(tokens), 1), bool))
