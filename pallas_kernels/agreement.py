@@ -39,7 +39,7 @@ def agree_on_kernels(devices: Sequence[Any] | None = None) -> None:
     if processes != set(range(jax.process_count())) or devices[0] not in jax.devices():
         return
     own = {
-        name: Verdict(False, reason) if reason else find_verdict(name)
+        name: Verdict(False, reason) if reason else _own_verdict(name)
         for name, reason in reasons_not_to_check().items()
     }
     passed = multihost_utils.process_allgather(np.array([verdict.passed for verdict in own.values()]))
@@ -49,6 +49,14 @@ def agree_on_kernels(devices: Sequence[Any] | None = None) -> None:
         here = f": {verdict.reason}" if verdict.reason else ""
         agreed[name] = Verdict(not failed, f"processes {failed} of {len(column)}{here}" if failed else "")
     trust_together(agreed)
+
+
+def _own_verdict(name: str) -> Verdict:
+    """Return this process's verdict. Whatever fails here fails the check, since the other processes wait for it."""
+    try:
+        return find_verdict(name)
+    except Exception as error:
+        return Verdict(False, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def reasons_not_to_check() -> dict[str, str | None]:

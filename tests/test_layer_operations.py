@@ -272,6 +272,7 @@ def test_layer_price_has_the_times_of_a_profile_beside_its_own(capsys):
         "qwen3-30b-a3b h100 --exchange nccl": "exchange",
         "qwen3-30b-a3b h100 --tokens 0": "tokens=0 must be",
         "qwen3-30b-a3b h100 --ranks 0": "ranks=0 must be",
+        "qwen3-30b-a3b h100 --ranks 16": "ranks=16: the fast network of h100 connects at most 8 ranks",
         "qwen3-30b-a3b h100 --profile none.jsonl": "profile=none.jsonl has no results",
         f"qwen3-30b-a3b h100 --profile {H100}": "is of a layer with tokens=16384, not 8192",
         f"deepseek-v3 h100 --tokens 16384 --profile {H100}": "width=2048, not 7168",

@@ -77,6 +77,10 @@ def main(options: LayerPrice) -> None:
     cluster = look_up("cluster=", options.cluster, CLUSTERS)
     for name in ("nodes", "ranks"):
         check_integer(name, getattr(options, name), least=1)
+    if options.ranks > cluster.node_ranks:
+        raise ValueError(
+            f"ranks={options.ranks}: the fast network of {options.cluster} connects at most {cluster.node_ranks} ranks"
+        )
     topology = Topology(
         num_nodes=options.nodes,
         ranks_per_node=options.ranks,

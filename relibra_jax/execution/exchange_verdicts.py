@@ -1,10 +1,11 @@
 """Verdicts of `relibra_jax.execution.exchange_check`: whether a ragged exchange is right and faster on this machine.
 
-They are kept in the user's cache folder until the GPUs, the driver, JAX or the code of exchanges change.
+They are kept in the user's cache folder until the GPUs, the driver, JAX, NCCL or the code of exchanges change.
 """
 
 import functools
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
@@ -77,6 +78,12 @@ def _key(mesh: Mesh) -> str:
     # Copies of a group along other axes exchange nothing with each other.
     group = mesh.devices.reshape(-1, mesh.shape[NODE] * mesh.shape[LOCAL])[0]
     processes = len({each.process_index for each in group})
-    name = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes"
+    name = f"{mesh.shape[NODE]} x {mesh.shape[LOCAL]} ranks in {processes} processes, {_nccl()}"
     package = Path(__file__).parents[1]
     return verdict_key(name, mesh.devices.flat[0], [package / module for module in CODE])
+
+
+def _nccl() -> str:
+    """Return the installed packages of NCCL with their versions."""
+    found = (each for each in distributions() if each.name.startswith("nvidia-nccl"))
+    return " ".join(sorted(f"{each.name} {each.version}" for each in found)) or "no package of NCCL"
