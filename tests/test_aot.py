@@ -8,6 +8,7 @@ from experiments.aot.attention import PHASES, judge_attention
 from experiments.aot.attention import Measured as AttentionMeasured
 from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
 from experiments.aot.hlo import Program, RowPasses
+from experiments.aot.late import Beside, judge_fetches
 from experiments.aot.migration import Migration, judge_migration
 from experiments.aot.pieces import Crossing, judge_crossings
 from experiments.aot.ways import EXPERT
@@ -179,3 +180,14 @@ def test_judge_crossings_wants_every_way_of_both_directions_beside_experts():
     late = [one._replace(kernels=min(one.kernels, 2)) for one in sound]
     assert [one.good for one in judge_crossings(late)] == [True, True, False, False]
     assert [one.good for one in judge_crossings([])] == [False] * 4
+
+
+def test_judge_fetches_wants_pieces_beside_attention_and_replicas_beside_home_experts():
+    sound = [
+        Beside(backward, *count)
+        for backward, kernels in ((False, 2), (True, 3))
+        for count in ((4, 0), (0, kernels))
+    ]
+    assert [one.good for one in judge_fetches(sound)] == [True] * 4
+    early = [one._replace(kernels=min(one.kernels, 2)) for one in sound[1:]]
+    assert [one.good for one in judge_fetches(early)] == [False, True, True, False]

@@ -231,6 +231,29 @@ def test_batch_time_hides_the_transfer_of_replicas_behind_attention(batch_plan):
     assert float(batch_time(batch_plan, 1000 * LENGTHS, TOPOLOGY, price()).exposed) == 0
 
 
+def test_batch_time_hides_late_replicas_behind_home_experts(batch_plan):
+    """Two of three experts are beside attention; the third is beside the homes of each rank, whose replicas follow.
+
+    Rank (0, 1) has no rows at home and 13 for its replica, which fill one tile.
+    """
+    cost = price(fetch="padded", late_replicas=True)
+    early, late = (batch_time(batch_plan, LENGTHS, TOPOLOGY, each) for each in (price(fetch="padded"), cost))
+    fetch = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5 * 3 / 2
+    arrival = fetch / 3 + 3 * 16 * (2 * 3 * 4 * 5) / 5e5
+    expected = fetch * 2 / 3 - float(late.attention) + arrival - float(late.compute)
+    assert float(late.exposed) == pytest.approx(expected)
+    gathered = 2 * 4 * MODEL.width / 1000
+    rows = (7 * 17 + 0) / 4, (5 * (17 + 13) + 2 * 13) / 4
+    extra = float(late.gather - early.gather)
+    assert 0 < extra <= gathered * 4 * max(rows)
+    homes_alone = jax.tree.map(np.copy, batch_plan.plan)
+    homes_alone.slot_expert[0, 0, 0, 1, 2] = EMPTY
+    none = batch_plan._replace(
+        plan=homes_alone._replace(quota=np.where(np.arange(3) == 2, 0, homes_alone.quota))
+    )
+    assert float(batch_time(none, LENGTHS, TOPOLOGY, cost).exposed) == 0
+
+
 @pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["needed", "padded"])
 def test_batch_time_with_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
     """A token that stands for 16 costs what 16 samples of the same length cost."""

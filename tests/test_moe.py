@@ -102,6 +102,7 @@ def run(
     resident_slots=0,
     striped=False,
     pieces=1,
+    late_replicas=False,
 ):
     """Return the output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
@@ -114,6 +115,7 @@ def run(
         across_nodes=across_nodes,
         striped=striped,
         pieces=pieces,
+        late_replicas=late_replicas,
         check_rows=striped or pieces > 1,
     )
 
@@ -224,6 +226,15 @@ def test_moe_layer_fetches_replicas_inside_their_node(mesh):
 def test_moe_layer_runs_the_emulated_ragged_exchange_and_fetch(path):
     step = run("2x4", 2, path, False, "emulated", "emulated", resident_slots=1)
     check_all(step, plans("2x4", 2, "random", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across_nodes", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_moe_layer_computes_homes_before_late_replicas(across_nodes):
+    """Experts do not divide into the pieces of 4 ranks, and some routings give replicas no rows."""
+    step = run("2x4", 2, "hierarchical", across_nodes, resident_slots=1, late_replicas=True)
+    for name in ("relibra", "random, across nodes" if across_nodes else "random"):
+        check_all(step, plans("2x4", 2, name, 1))
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def test_pieces_are_priced_by_what_is_beside_experts(replay):
         kinds = {"exchange": "fitted", "hierarchical": True, "pieces": pieces, "choice": 8.0}
         price, nothing = dataclasses.replace(BALANCE, **kinds), jnp.zeros((1, 1, 2, 2))
         hops = hop_times(Sent(*(nothing,) * 3), TOPOLOGY, price)
-        times = RankTime(*(nothing,) * 8)._replace(between=hops[0], inside=hops[1])
+        times = RankTime(*(nothing,) * 9)._replace(between=hops[0], inside=hops[1])
         assert float(layer_time(times, price).exchange[0, 0]) == expected
 
 

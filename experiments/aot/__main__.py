@@ -9,7 +9,7 @@ It compiles these programs:
   nodes, scanned and unrolled, and with padded and with ragged exchanges of tokens and replicas. Each is compiled with
   R = 2 replica slots and with none, with 2 and 8 layers, and with the Hopper kernels. The tables of prepared layers are
   arguments;
-- a stack whose layers dispatch tokens in two pieces;
+- a stack whose layers dispatch tokens in two pieces, and one whose replicas are late;
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
 - attention, and a language model that uses it for packed sequences;
@@ -50,8 +50,8 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
     """Return the steps, those that take longest first.
 
     Args:
-        quick: whether to leave out what must be chosen by name, the unrolled stack and the one in pieces, and to
-            compile kernels for one model and one GPU.
+        quick: whether to leave out what must be chosen by name, the unrolled stack, the one in pieces and the one
+            with late replicas, and to compile kernels for one model and one GPU.
     """
 
     def step(name: str, function: str, *arguments: str | bool) -> Step:
@@ -79,7 +79,7 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
         *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[:most]),
         step("migration", "migration:check_migration"),
         step("attention", "attention:check_attention"),
-        *([] if quick else [step("pieces", "pieces:check_pieces")]),
+        *([] if quick else [step("pieces", "pieces:check_pieces"), step("late replicas", "late:check_late")]),
     ]
 
 

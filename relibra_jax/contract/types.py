@@ -308,6 +308,8 @@ class Price:
     pieces: int = field(default=1, metadata={"static": True})
     """The number of pieces into which layers split tokens, so that one travels while the experts of another run
     (`relibra_jax.routing.pieces`)."""
+    late_replicas: bool = field(default=False, metadata={"static": True})
+    """True if home experts run while replicas arrive (`relibra_jax.execution.late_replicas`)."""
     shared_link: bool = field(default=False, metadata={"static": True})
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
     data_parallel: int = field(default=1, metadata={"static": True})

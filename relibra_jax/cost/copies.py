@@ -61,20 +61,24 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
 
 @functools.partial(jax.jit, static_argnames="topology")
 def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float[jax.Array, ""]:
-    """Model the part of `fetch_time` that nothing hides: the first exchange of a padded fetch over all ranks.
+    """Model the part of `fetch_time` that is the first exchange of a padded fetch.
 
     XLA puts only the second of its two exchanges beside attention. For a fetch inside nodes this is neglected. Between
-    nodes it decides whether replicas there pay at all.
+    nodes it decides whether replicas there pay at all. With late replicas the first is beside attention.
 
     Args:
         layer_plans: as for `fetch_time`.
         topology: the expert-parallel group.
-        cost: the price. The part is 0 unless replicas may be on other nodes.
+        cost: the price. The part is 0 unless replicas may be on other nodes, or arrive late.
     """
     if cost.fetches != "padded" or not topology.replica_slots:
         return jnp.zeros(())
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
-    seconds = _padded_time(_padded_exports(plans, topology), topology, cost, 1.0)
+    exports = _padded_exports(plans, topology)
+    if cost.late_replicas:
+        share = exports / (exports + topology.replica_slots)
+        return share * fetch_time(layer_plans, topology, cost).max()
+    seconds = _padded_time(exports, topology, cost, 1.0)
     return jnp.where(cost.across_nodes, seconds, 0.0)
 
 

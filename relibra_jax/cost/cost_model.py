@@ -101,6 +101,8 @@ class CostModel:
     pieces: int = 1
     """The number of pieces into which layers split the tokens of a rank, so that one travels while the experts of
     another run: `relibra_jax.routing.pieces`."""
+    late_replicas: bool = False
+    """Whether home experts run while replicas arrive: `relibra_jax.execution.late_replicas`. A fetch must be padded."""
     compute_bytes: int | None = None
     """The bytes of one number in computation: of activations, of weights that are sent, and of gradients of replicas.
     None for 2, bfloat16, unless a `relibra_jax.nnx.Balancer` runs layers of another dtype."""
@@ -135,6 +137,11 @@ class CostModel:
             check_positive(name, getattr(self, name))
         for name in ("data_parallel", "shards", "pieces"):
             check_integer(name, getattr(self, name), least=1)
+        if self.late_replicas and (self.pieces > 1 or self.fetch not in (AUTO, "padded")):
+            raise ValueError(
+                f"late_replicas=True needs pieces=1 and fetch='padded', found pieces={self.pieces} and"
+                f" fetch={self.fetch!r}"
+            )
         for name in ("compute_bytes", "dispatch_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least=1)
@@ -247,6 +254,7 @@ class CostModel:
             sequences=run.sequences,
             striped=bool(run.striped),
             pieces=self.pieces,
+            late_replicas=self.late_replicas,
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,

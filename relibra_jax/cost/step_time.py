@@ -15,7 +15,9 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
                before dispatch
     gather     rows that gathers and sums read or write x ``gather``
     exposed    time to transfer replicas, less the attention that hides it; and half of ``wait``, which nothing hides,
-               because ranks meet to fetch replicas and to return gradients, and four times to exchange rows
+               because ranks meet to fetch replicas and to return gradients, and four times to exchange rows. If
+               replicas are late, only the first exchange of a fetch is beside attention, and the second beside the
+               experts in home and resident slots
 
 `relibra_jax.cost.cost_model` computes the prices. A backward pass costs as much as two forward passes; dispatch and
 combine each run once per pass. A replica is sent in the forward pass, sent again in the backward pass, and its gradient
@@ -60,6 +62,8 @@ class RankTime(NamedTuple):
     """Sending and receiving replicas, at the same time as attention."""
     meeting: Float[Array, "M L N G"]
     """Waiting for the ranks with which replicas are exchanged, and the part of the fetch that nothing hides."""
+    late: Float[Array, "M L N G"]
+    """Waiting for replicas after the experts in home and resident slots; 0 unless replicas are late."""
 
 
 class LayerTime(NamedTuple):
@@ -164,14 +168,20 @@ def rank_time(
     quota = jnp.asarray(layer_plans.quota, jnp.float32)
     # Every piece fills tiles of its own.
     tile = cost.pieces * jnp.asarray(cost.tile, jnp.float32)
-    filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
+    filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota)
     sent = count_sent(layer_plans, topology, cost, visits=visits, pairs=pairs)
     between, inside = hop_times(sent, topology, cost)
     if not cost.hierarchical:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
-    compute = cost.copy * filled
+    compute = cost.copy * filled.sum(-1)
     copies = jnp.asarray(layer_plans.load, jnp.float32).sum(-1)
     fetch, opening = (part(layer_plans, topology, cost) for part in (fetch_time, opening_time))
+    gathered, late = sent.gathered, jnp.zeros_like(fetch)
+    if cost.late_replicas and topology.replica_slots:
+        homes = cost.copy * filled[..., : topology.held_slots].sum(-1)
+        fetch, arriving, opening = jnp.broadcast_to(opening, fetch.shape), fetch - opening, jnp.zeros(())
+        late = jnp.maximum(arriving - homes, 0)
+        gathered = gathered + _late_rows(quota, topology)
     return RankTime(
         attention=jnp.broadcast_to(attention[:, None], compute.shape),
         compute=compute,
@@ -179,10 +189,21 @@ def rank_time(
         inside=inside,
         # Ranks deal all positions of their sequences, which are equally many on all of them.
         stripe=jnp.broadcast_to(cost.stripe * copies.max() + cost.wait * cost.striped, compute.shape),
-        gather=cost.gather * sent.gathered,
+        gather=cost.gather * gathered,
         fetch=fetch - opening,
         meeting=jnp.where(fetch.max() > 0, jnp.full_like(fetch, cost.wait / 2 + opening), 0.0),
+        late=late,
     )
+
+
+def _late_rows(quota: Float[jax.Array, "M L N G S"], topology: Topology) -> Float[jax.Array, "M L N G"]:
+    """Return the rows that late replicas read and write more, in the mean of dispatch and combine.
+
+    In the forward and backward pass, five gathers bring the rows of replicas to the front or back, and write as many
+    rows as the fullest rank has. Two of them also read the rows of homes, to which they add theirs.
+    """
+    replicas, rows = quota[..., topology.held_slots :].sum(-1), quota.sum(-1)
+    return (5 * (replicas + rows.max()) + 2 * rows) / 4
 
 
 def hop_times(
@@ -222,13 +243,14 @@ def layer_time(time: RankTime, cost: Price) -> LayerTime:
 
     >>> from relibra_jax.contract.types import BALANCE
     >>> one = jnp.array([[[[1.0, 2.0]]]])
-    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one), BALANCE).exposed.tolist()
+    >>> layer_time(RankTime(one, one, one, one, one, one, 3 * one, one, 0 * one), BALANCE).exposed.tolist()
     [[6.0]]
     """
-    attention, compute, between, inside, stripe, gather, fetch, meeting = (
+    attention, compute, between, inside, stripe, gather, fetch, meeting, _ = (
         part.max((-2, -1)) for part in time
     )
     exposed = jnp.maximum(fetch - attention, 0) + meeting
+    exposed += (time.compute + time.late).max((-2, -1)) - compute
     exchange = exposed_exchange(between, inside, compute, cost)
     if cost.pieces > 1 and kind_between(cost) == "fitted":  # one choice for dispatch and combine, at all hops
         exchange = exchange + cost.choice / 2

@@ -24,6 +24,7 @@ from pallas_kernels import grouped_mlp
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
 from relibra_jax.execution.dispatch import Tables, Travelling, group_sizes, send_tokens
 from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.late_replicas import compute_homes_first
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.pipeline import run_pieces
@@ -114,10 +115,14 @@ def moe_layer(
         )
     lead, matrices = (*parallel.data_shape, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
     kinds = zip(LayerExperts._fields, experts.weights, _slots(parallel.topology), strict=False)
+    late = parallel.late
     for name, buffer, slots in kinds:
         if buffer is not None or slots:
             shape = (*lead, 0) if buffer is None else buffer.shape
-            check_shape(f"experts.{name}", shape, (*lead, slots, *matrices))
+            expected: tuple[int, ...] = (slots, *matrices)
+            if late is not None and name == "replicas":
+                expected = late.pieces(matrices)
+            check_shape(f"experts.{name}", shape, (*lead, *expected))
     check_shape("experts.slot_expert", experts.slot_expert.shape, layer.slot_expert.shape)
     weights = tuple(buffer for buffer in experts.weights if buffer is not None)
     place = (0,) * len(lead)
@@ -155,6 +160,8 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel, e
         values = tuple(map(Travelling, parts, scales))
     exchanges = parallel.token_exchanges(*scales[0].shape)[0]
     compute = functools.partial(_compute, expert_mlp, parallel.implementation)
+    if parallel.late is not None:
+        compute = functools.partial(compute_homes_first, compute, parallel.late)
     results = run_pieces(compute, exchanges, values, weights, tables.dispatch, valid)
     with jax.named_scope("combine"):
         out = join_tokens(results, parallel, sequences, positions)

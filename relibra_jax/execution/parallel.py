@@ -20,6 +20,7 @@ from relibra_jax.contract.types import Array, LayerPlan, Topology, check_shape
 from relibra_jax.execution.exchange import KINDS, NCCL_EP, Exchange
 from relibra_jax.execution.exchange_verdicts import is_proven
 from relibra_jax.execution.fetch_tables import FETCHES, INSIDE_NODES, PULLED, travels_in_pieces
+from relibra_jax.execution.late_replicas import LateReplicas
 from relibra_jax.execution.mesh import (
     LOCAL,
     NODE,
@@ -107,6 +108,9 @@ class ExpertParallel:
     """The number of pieces into which a layer splits the tokens of a rank (`relibra_jax.routing.pieces`). One piece
     travels while the experts of another run: both ways with a fitted exchange on GPUs, and only the way out with a
     padded one. Capacities must suffice for every piece, whose plans are those of `relibra_jax.routing.pieces`."""
+    late_replicas: bool = False
+    """Whether home experts run while replicas arrive, and replicas after them: `relibra_jax.execution.late_replicas`.
+    It pays where attention is too short to hide a fetch. It needs one piece and a padded fetch."""
     across_nodes: bool | None = None
     """Whether replicas may be on different nodes than their experts' homes, so that their fetch runs over all ranks.
     Planners that ignore nodes need True. A `relibra_jax.nnx.Balancer` replaces None: for `relibra_jax.relibra` by True
@@ -146,6 +150,11 @@ class ExpertParallel:
         if self.path == "hierarchical" and self.capacities is not None and self.capacities.node is None:
             raise ValueError(
                 "path='hierarchical' needs capacities counted with visits: count_capacities(visits=node_visits(...))"
+            )
+        if self.late_replicas and (self.pieces > 1 or self._fetch_kind != "padded"):
+            raise ValueError(
+                f"late_replicas=True needs pieces=1 and fetch='padded', found pieces={self.pieces} and"
+                f" fetch={self.fetch!r}"
             )
         nodes = self.topology.num_nodes
         if self.across_nodes and (self.fetch in PULLED or (self.fetch == "ragged" and nodes > 1)):
@@ -241,6 +250,7 @@ class ExpertParallel:
         topology = dataclasses.replace(self.topology, replica_slots=0, resident_slots=0)
         # Worst-case lanes are level and long, so there is nothing that striping or pieces could gain.
         options: dict[str, Any] = {"capacities": None, "num_sequences": None, "striped": False, "pieces": 1}
+        options["late_replicas"] = False
         return dataclasses.replace(self, topology=topology, split_sequences=False, **options)
 
     @checks_arguments
@@ -313,6 +323,15 @@ class ExpertParallel:
         sizes = ExchangeSizes(pair=slots, own=0, send=max(replicas, 1), receive=slots)
         exchange = self._exchange(self._fetch_kind, self.domain, sizes)
         return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
+
+    @property
+    def late(self) -> LateReplicas | None:
+        """The replicas that arrive while home experts run; None if they arrive before."""
+        slots = self.topology.replica_slots
+        if not (self.late_replicas and slots):
+            return None
+        exchange, _ = self.replica_exchange()
+        return LateReplicas(exchange.axes, exchange.ranks, slots)
 
     @property
     def _fetch_kind(self) -> str:

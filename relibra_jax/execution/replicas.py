@@ -56,8 +56,9 @@ class LayerExperts(NamedTuple):
     """Home experts ``[*data, N, G, H, 3, D, F]``: gate, up and down transposed."""
     residents: Float[Array, "*ranks B three D F"] | None
     """Residents ``[*data, N, G, B, 3, D, F]``; None if there are no resident slots."""
-    replicas: Float[Array, "*ranks R three D F"] | None
-    """Replicas ``[*data, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
+    replicas: Float[Array, "..."] | None
+    """Replicas ``[*data, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots. With
+    ``ExpertParallel.late_replicas`` the pieces that each rank sends on, which `moe_layer` assembles."""
     slot_expert: Int[Array, "*ranks S"]
     """Which expert the weights in each slot are, ``[*data, N, G, S]``; EMPTY for none."""
 
@@ -131,7 +132,7 @@ def fetch_replicas(
         if has_replicas:
             tables = jax.tree.map(lambda leaf: leaf[place], tables)
             exchange, _ = parallel.replica_exchange()
-            buffers, replicas, x = fetch(buffers, tables, x, exchange)
+            buffers, replicas, x = fetch(buffers, tables, x, exchange, late=parallel.late_replicas)
             x = x * one_or_nan(tables.fits, x)
         buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
         if replicas is not None:
@@ -203,7 +204,7 @@ def _check_layer_residents(residents: Residents | None, experts: Any, parallel: 
 
 
 def fetch(
-    buffers: ExpertBuffers, tables: FetchTables, x: jax.Array, exchange: Exchange
+    buffers: ExpertBuffers, tables: FetchTables, x: jax.Array, exchange: Exchange, *, late: bool = False
 ) -> tuple[ExpertBuffers, Float[jax.Array, "R ..."], jax.Array]:
     """Fetch the replicas of this rank.
 
@@ -212,10 +213,11 @@ def fetch(
         tables: the tables of the fetch.
         x: the layer's input.
         exchange: the exchange of exported experts between the ranks of the domain.
+        late: whether to stop before the second exchange of a padded fetch (`relibra_jax.execution.late_replicas`).
 
     Returns:
         ``(buffers, replicas, x)``: the experts' buffers and the layer's input, which the caller must use from here on,
-        and the replicas with zeros in empty slots.
+        and the replicas with zeros in empty slots, or the pieces that this rank sends on.
     """
     with jax.named_scope("replica_fetch"):
         buffers, exports, x = _pack(buffers, tables.exports, x)
@@ -223,7 +225,7 @@ def fetch(
             return buffers, _pull(exports, tables, exchange), x
         if tables.updates is not None:
             return buffers, _send_whole(exports, tables, exchange), x
-        return buffers, _send_pieces(exports, tables, exchange), x
+        return buffers, _send_pieces(exports, tables, exchange, late=late), x
 
 
 def _send_whole(exports, tables, exchange):
@@ -238,11 +240,11 @@ def _send_whole(exports, tables, exchange):
     return gather_rows(received.reshape(-1, *exports.shape[1:]), tables.source, tables.places)
 
 
-def _send_pieces(exports, tables, exchange):
-    """Fetch the replicas of this rank from the exports of all ranks, in pieces."""
+def _send_pieces(exports, tables, exchange, *, late=False):
+    """Fetch the replicas of this rank from the exports of all ranks, in pieces; if late, leave these unassembled."""
     pieces = scatter_pieces(exports, exchange.axes, exchange.ranks)
     pieces = gather_rows(pieces, tables.source, tables.places)
-    return assemble(pieces, exchange.axes, exchange.ranks, exports.shape[1:])
+    return pieces if late else assemble(pieces, exchange.axes, exchange.ranks, exports.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

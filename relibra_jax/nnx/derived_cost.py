@@ -148,12 +148,19 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "striped": kinds.striped,
         "across_nodes": parallel.across_nodes,
         "pieces": parallel.pieces,
+        "late_replicas": parallel.late_replicas,
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
     # A single group and piece are the defaults, which a caller need not have thought of.
-    anything = {"data_parallel": 1, "pieces": 1, "striped": None, "across_nodes": None}
+    anything = {
+        "data_parallel": 1,
+        "pieces": 1,
+        "late_replicas": False,
+        "striped": None,
+        "across_nodes": None,
+    }
     for name, value in runs.items():
         fixed = getattr(cost, name)
         if name == "striped" and parallel.topology.ranks_per_node == 1:
