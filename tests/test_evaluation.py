@@ -66,6 +66,14 @@ def plan_last(entry, setting):
     return run_planner("a planner", entry, setting, timed_runs=0).batches[-1]
 
 
+def test_run_planner_prices_feplb_in_the_cheaper_order(trace):
+    """Replicas are late where attention is too short to hide them, because that gathers rows once more."""
+    for tokens, late in ((512.0, True), (65_536.0, False)):
+        setting = setting_of(trace, tokens_per_rank=tokens, context=256.0)
+        outcome = run_planner("feplb", PLANNERS["feplb"], setting, timed_runs=0)
+        assert outcome.cost_model.late_replicas == late
+
+
 def packed(replay, setting):
     """Return the assignment of a batch's samples by their lengths alone."""
     return start_assignment(

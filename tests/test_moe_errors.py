@@ -211,6 +211,8 @@ def test_moe_layer_rejects_arguments_that_do_not_belong_together(name, change, m
         ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
+        ({"late_replicas": True, "pieces": 2}, "late_replicas=True needs pieces=1 .*found pieces=2"),
+        ({"late_replicas": True, "fetch": "emulated"}, "needs .*fetch='padded', found .*fetch='emulated'"),
         ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
         ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected size 4 .*found 2"),
     ],

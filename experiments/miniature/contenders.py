@@ -42,6 +42,8 @@ class Contender(NamedTuple):
     """Whether the ranks of a node deal tokens to each other before dispatch; None for the balancer's rule."""
     pieces: int = 1
     """The number of pieces in which layers dispatch tokens."""
+    late_replicas: bool = False
+    """Whether home experts run while replicas arrive."""
     peer: str | None = None
     """The expert layer of another project, a name of `experiments.miniature.peers.PEERS`; None for `MoELayer`."""
 
@@ -80,6 +82,8 @@ def _contenders(replica_slots: int) -> dict[str, Contender]:
     return {
         "static": Contender(PLANNERS["static"]),
         **{label: Contender(PLANNERS[name], replica_slots) for label, name in rivals.items()},
+        "FEPLB": Contender(PLANNERS["feplb"], replica_slots),
+        "FEPLB, replicas late": Contender(PLANNERS["feplb"], replica_slots, late_replicas=True),
         "ReLibra, samples in given order": Contender(PLANNERS["relibra"], replica_slots),
         "ReLibra": Contender(assigned, replica_slots),
         **{
@@ -191,6 +195,7 @@ class Run:
             exchange=contender.exchange,
             striped=contender.striped,
             pieces=contender.pieces,
+            late_replicas=contender.late_replicas,
             across_nodes=entry.across_nodes,
         )
         self.model, self.optimizer = make_policy(sizes, topology)

@@ -219,6 +219,7 @@ def make_balancer(
         capacities=FIRST_CAPACITIES,
         chunk_tokens=config.chunk_tokens,
         across_nodes=config.planner_entry.across_nodes or None,
+        late_replicas=config.planner_entry.late_replicas,
         check_rows=True,
     )
     return Balancer(

@@ -39,6 +39,8 @@ class PlannerEntry:
     """How often the planner chooses replicas: for every ``micro_batch``, or once per ``batch``."""
     reconstruction: bool = False
     """Whether the system's code is not public, so that the planner follows the text of its paper alone."""
+    late_replicas: bool = False
+    """Whether the system computes home experts while replicas arrive (`relibra_jax.execution.late_replicas`)."""
     assign: Assign | None = None
     """The function that assigns samples to ranks and micro-batches. None keeps the assignment by lengths."""
 
@@ -130,6 +132,7 @@ PLANNERS: dict[str, PlannerEntry] = {
     "feplb": PlannerEntry(
         planner=feplb(),
         summary="FEPLB: the busiest experts moved whole inside their node",
+        late_replicas=True,
         reconstruction=True,
     ),
     "relibra": PlannerEntry(

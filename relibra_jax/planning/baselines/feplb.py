@@ -34,6 +34,11 @@ def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
       best choice with foresight.
     - The source does not publish how it places experts. Here EPLB packs them once, from the first batch's true loads.
 
+    Static experts are computed first, while the weights of dynamic ones travel, in layers with late replicas
+    (`relibra_jax.execution.late_replicas`). The source sends tokens to the home of their expert, and copies them on
+    with the copy engines of GPUs. With replay their places are known before, so dispatch sends them there at once.
+    Weights travel through NCCL, whose kernels take some of a GPU's multiprocessors, as copy engines would not.
+
     Args:
         dynamic: the largest number of experts of a rank that may move; the source's default is 4.
         min_tokens: the fewest token copies for which an expert moves, the source's threshold tau, whose value is not
