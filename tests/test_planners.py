@@ -190,8 +190,9 @@ def test_planner_orders_copies_canonically(run, topology, kind):
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], indirect=True)
 @pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].across_nodes], indirect=True)
 def test_planner_replicates_across_nodes_only_where_the_table_says_so(run, topology):
+    """Planners that forecast loads have no forecast before the second batch."""
     load = make_load("one_hot", topology)
-    plan, _ = run(load)
+    plan, _ = run(load, run(load)[1])
     with pytest.raises(ValueError, match="replica of expert 16, whose home is on node"):
         check_plan(plan, load, topology)
 
@@ -218,6 +219,7 @@ FACTS = make_facts()
 READS = {"laer": ("price",), "relibra": ("routes", "price", "start", "tokens")}
 READS |= {name: ("predicted",) for name in PLANNERS if PLANNERS[name].planner.uses_predictions}
 READS |= {name: ("transitions",) for name in PLANNERS if PLANNERS[name].planner.uses_transitions}
+READS["popfetcher"] += ("price", "tokens")
 """The optional fields of a request that planners read; all others read only the load."""
 
 

@@ -173,7 +173,7 @@ _RELIBRA: Final = (
         _over_plus,
         measured_pair=("eplb", "relibra"),
     ),
-    _speed("speed over PopFetcher", "popfetcher", "relibra", "1.17x to 1.27x", 1.17),
+    _speed("speed over PopFetcher", "best popfetcher", "relibra", "1.17x to 1.27x", 1.17),
     _share("", "relibra", "90% to 94%", 0.90, measured=("balanced", "relibra")),
     _speed(
         "speed of reordering alone over static (paper: Qwen3-235B, mixed data)",

@@ -10,7 +10,8 @@ WITH_RESIDENTS: Final = "relibra, residents"
 WITH_ALL: Final = "relibra, residents, assigned"
 ASSIGNED: Final = "relibra + assign"
 HEADLINE: Final = (
-    *("static", "popfetcher", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer"),
+    *("static", "popfetcher", "popfetcher_even", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep"),
+    *("moonep", "laer"),
     *("relibra", WITH_RESIDENTS, WITH_ALL),
 )
 """The rows of the headline claims."""

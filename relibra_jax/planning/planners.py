@@ -74,7 +74,16 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "popfetcher": PlannerEntry(
         planner=popfetcher(packed=True),
-        summary="PopFetcher: homes kept, replicas predicted from the layer below",
+        summary="PopFetcher: homes kept, ranks fetch experts predicted from the layer below",
+        across_nodes=True,
+        foresight=False,
+        forecast="popularity",
+        reconstruction=True,
+    ),
+    # The rule of `popfetcher` fetches little where links are fast. Copies that balance do better with its forecast.
+    "popfetcher_even": PlannerEntry(
+        planner=eplb(loads="across_layers", keep_homes=True),
+        summary="EPLB's copies inside nodes, predicted from the layer below as in PopFetcher",
         foresight=False,
         forecast="across_layers",
         reconstruction=True,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.plan import inverse_permutation
-from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, PhysicalExperts, Plan, Topology
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
@@ -176,9 +176,9 @@ def eplb(
         groups, nodes = (1, 1) if across_nodes else (groups, nodes)
         return pack_homes(for_homes, topology, num_groups=groups, num_nodes=nodes)
 
-    def fill(load, expected, home, topology: Topology) -> Plan:
+    def fill(request: PlanRequest, expected, home, topology: Topology) -> Plan:
         rule = functools.partial(copy_evenly, replica_slots=topology.replica_slots)
-        return plan_per_node(rule, load, expected, home, topology, across_nodes=across_nodes)
+        return plan_per_node(rule, request.by_expert, expected, home, topology, across_nodes=across_nodes)
 
     return plan_expected(pack, fill, loads=loads, scope=scope, keep_homes=keep_homes)
 

@@ -22,6 +22,9 @@ from relibra_jax.planning.compiled_update import compiled_update
 SCOPES: Final = ("batch", "micro_batch")
 """How often a planner may choose replicas."""
 
+POPULARITY_WINDOW: Final = 10
+"""The number of iterations of PopFetcher's sliding window, which its authors found best (table 4)."""
+
 type Expected = tuple[Float[jax.Array, "L E"], Float[jax.Array, "M L E"], Any]
 """``(for_homes, expected, state)``: loads for homes, loads for replicas, and the state of the forecast."""
 
@@ -59,6 +62,8 @@ class ChainHistory(NamedTuple):
     """Load of the last batch; zeros before the first."""
     counts: Float[jax.Array, "L E E"]
     """The transition counts of the last batch for which they were given; zeros before the first."""
+    recent: Float[jax.Array, "earlier L E"]
+    """The loads of its last micro-batches, those of earlier batches before them; zeros before the first."""
 
 
 def _zero_loads(
@@ -136,7 +141,7 @@ def average(*, decay: float = 0.5) -> Forecast:
 
 
 def _by_transitions(
-    kind: str, source: Callable[[Num[jax.Array, "M L E"]], Num[jax.Array, "M L E"]]
+    kind: str, source: Callable[[Num[jax.Array, "M L E"]], Num[jax.Array, "M L E"]], *, window: int = 1
 ) -> Forecast:
     """Make a forecast that applies the previous batch's transitions to true loads.
 
@@ -145,20 +150,24 @@ def _by_transitions(
     Args:
         kind: the field of `Transitions` to use.
         source: the function that gives, from the true loads, the loads from which the transitions lead.
+        window: the number of micro-batches, the present one included, over whose sum they lead.
     """
 
     def init(topology: Topology, num_layers: int, *, key=None) -> ChainHistory:
         zeros = _zero_loads(topology, num_layers, key=key)
-        return ChainHistory(zeros, jnp.zeros((*zeros.shape, topology.num_experts), jnp.float32))
+        counts = jnp.zeros((*zeros.shape, topology.num_experts), jnp.float32)
+        return ChainHistory(zeros, counts, jnp.zeros((window - 1, *zeros.shape), jnp.float32))
 
     def update(
         load: Num[jax.Array, "M L E"], state: ChainHistory, transitions: Transitions | None
     ) -> Expected:
         load = load.astype(jnp.float32)
+        known = jnp.concatenate([state.recent, load])
+        summed = jnp.asarray(sum(known[first : first + len(load)] for first in range(window)))
         # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in a different order.
-        expected = jax.custom_batching.sequential_vmap(_follow)(source(load), state.counts, state.batch)
+        expected = jax.custom_batching.sequential_vmap(_follow)(source(summed), state.counts, state.batch)
         counts = state.counts if transitions is None else getattr(transitions, kind).astype(jnp.float32)
-        return state.batch, expected, ChainHistory(load.sum(0), counts)
+        return state.batch, expected, ChainHistory(load.sum(0), counts, known[len(load) :])
 
     return Forecast(init, update, uses_transitions=True)
 
@@ -187,6 +196,7 @@ FORECASTS: dict[str, Forecast] = {
     "average": average(),
     "next_token": _by_transitions("along_tokens", lambda load: load),
     "across_layers": _by_transitions("across_layers", _layer_below),
+    "popularity": _by_transitions("across_layers", _layer_below, window=POPULARITY_WINDOW),
 }
 """The forecasts of loads, by name.
 
@@ -198,10 +208,12 @@ FORECASTS: dict[str, Forecast] = {
   neighbouring tokens of the previous batch. Its input is nearly all of the routing that it forecasts, so it has more
   information than any system without replay.
 - ``across_layers``: the true loads of the layer below in the same micro-batch, advanced by one layer with the
-  transitions of the previous batch (PopFetcher). The first layer is forecast from the mean of the previous batch. A
-  system that decides between two layers has this information.
+  transitions of the previous batch. The first layer is forecast from the mean of the previous batch. A system that
+  decides between two layers has this information.
+- ``popularity``: the same from the sum of the loads of the layer below over 10 micro-batches, the last of which is the
+  present one (PopFetcher).
 
-In the last two, the load of experts without transition counts is spread like the mean of the previous batch. If the
+In the last three, the load of experts without transition counts is spread like the mean of the previous batch. If the
 planner receives no transitions, that is the whole load.
 """
 
@@ -246,8 +258,8 @@ def plan_expected(
 
     Args:
         pack: the function that chooses homes, ``(for_homes[L E], topology) -> home[L E]``.
-        fill: the function that makes the plan, ``(load[M L E], expected[#M L E], home[L E], topology) -> Plan``; the
-            quotas must sum to ``load``.
+        fill: the function that makes the plan, ``(request, expected[#M L E], home[L E], topology) -> Plan``; the quotas
+            must sum to the request's load.
         loads: the name of the forecast in `FORECASTS`.
         scope: how often replicas are chosen: once per ``batch``, or for every ``micro_batch``.
         keep_homes: whether to keep the homes of the first batch that has a forecast. Otherwise homes are packed again
@@ -282,6 +294,6 @@ def plan_expected(
             home = jnp.where(state.home == EMPTY, home, state.home)
         no_forecast = (for_homes.sum(-1) == 0) & (state.home[:, 0] == EMPTY)
         next_home = jnp.where(no_forecast[:, None], EMPTY, home)
-        return fill(load, expected, home, topology), PlacedState(forecast_state, next_home)
+        return fill(request, expected, home, topology), PlacedState(forecast_state, next_home)
 
     return Planner(init, update, uses_transitions=forecast.uses_transitions, uses_predictions=loads == "true")

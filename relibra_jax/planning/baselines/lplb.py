@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
 from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
@@ -134,12 +134,12 @@ def lplb(
     def pack(for_homes, topology: Topology) -> Array:
         return pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
 
-    def fill(load, expected, home, topology: Topology) -> Plan:
+    def fill(request: PlanRequest, expected, home, topology: Topology) -> Plan:
         # Under vmap this is a loop: batched linear algebra sums in a different order, and a difference in the last
         # digit can move a token. A process that plans a batch with others and one that plans it alone would then
         # disagree.
         split = functools.partial(_split, topology=topology, graph=graph, across_nodes=across_nodes)
-        return jax.custom_batching.sequential_vmap(split)(load, expected, home)
+        return jax.custom_batching.sequential_vmap(split)(request.by_expert, expected, home)
 
     return plan_expected(pack, fill, loads=loads, scope=scope, keep_homes=keep_homes)
 
