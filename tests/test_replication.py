@@ -20,6 +20,7 @@ from relibra_jax.planning.ablation.token_splits import (
     place_heaviest,
     replicate_with_eplb_places,
     replicate_with_even_split,
+    replicate_with_fixed_places,
     split_tokens,
 )
 from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
@@ -40,6 +41,7 @@ METHODS = {
 } | {
     "even split": replicate_with_even_split,
     "EPLB's places": replicate_with_eplb_places,
+    "fixed places": replicate_with_fixed_places,
 }
 
 

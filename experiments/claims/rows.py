@@ -26,6 +26,7 @@ PARTS: Final = (
     "place by lpt",
     "places only",
     "splits only",
+    "splits over fixed places",
 )
 """The parts of ReLibra alone, and alternatives to them."""
 

@@ -7,7 +7,11 @@ from typing import Any
 from relibra_jax.contract.planner import Place, Placement, PlanRequest
 from relibra_jax.contract.types import BALANCE, Array, Plan, Topology
 from relibra_jax.planning.ablation.placement_methods import descend, longest_first
-from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
+from relibra_jax.planning.ablation.token_splits import (
+    replicate_with_eplb_places,
+    replicate_with_even_split,
+    replicate_with_fixed_places,
+)
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.bin_search import search_bins
 from relibra_jax.planning.choose_by_time import cheapest
@@ -76,6 +80,10 @@ def ablation() -> dict[str, PlannerEntry]:
         ),
         "splits only": _variant(
             "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
+        ),
+        "splits over fixed places": _variant(
+            "EPLB's replicas of the whole batch, with the best token split in each micro-batch",
+            replicate=replicate_with_fixed_places,
         ),
         "eplb": PLANNERS["eplb"],
         "lplb": PLANNERS["lplb"],

@@ -1,15 +1,16 @@
 """Replication that optimises only the places of replicas or only the token split, for the ablation.
 
 ReLibra (arXiv 2605.08639) decides jointly where replicas are and how many tokens they compute, as does
-`relibra_jax.planning.greedy_replication`. `replicate_with_even_split` and `replicate_with_eplb_places` each simplify
-one of these decisions, which measures its value. Three rules for one domain of ranks make them up: `place_heaviest`
-chooses places by EPLB's rule, and `split_evenly` and `split_tokens` divide tokens over given places.
+`relibra_jax.planning.greedy_replication`. `replicate_with_even_split`, `replicate_with_eplb_places` and
+`replicate_with_fixed_places` each simplify one of these decisions, which measures its value. Three rules for one
+domain of ranks make them up: `place_heaviest` chooses places by EPLB's rule, and `split_evenly` and `split_tokens`
+divide tokens over given places.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Num
 
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Topology
@@ -51,13 +52,29 @@ def replicate_with_eplb_places(request: PlanRequest, placement: Placement, topol
     return plan_per_node(rule, request.by_expert, request.by_expert, placement.home, topology)
 
 
-def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, "P R"]:
+def replicate_with_fixed_places(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
+    """Place replicas once a batch by EPLB's rule, and split the tokens of each micro-batch as well as they allow.
+
+    No domain is more imbalanced than it would be without replicas.
+
+    This function is a `relibra_jax.contract.planner.Replicate`. All resident slots stay EMPTY.
+    """
+
+    def rule(load, expected):
+        return split_tokens(load, place_heaviest(expected, replica_slots=topology.replica_slots))
+
+    load = request.by_expert
+    batch_load = load.astype(jnp.float32).sum(0, keepdims=True)  # a sum over a batch may exceed int32
+    return plan_per_node(rule, load, batch_load, placement.home, topology)
+
+
+def place_heaviest(load: Num[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, "P R"]:
     """Choose replica places by EPLB's rule, assuming an even split: copy the heaviest expert per copy, pack evenly.
 
     A second copy of an expert on the same rank is left out.
 
     Args:
-        load: the number of token copies for each expert of the domain, by home slot.
+        load: the load of each expert of the domain, by home slot.
         replica_slots: R, the number of replica slots of a rank.
 
     Returns:
