@@ -13,5 +13,7 @@
 `report`         the report as Markdown
 `figures`        the figures of the report
 `__main__`       the command
+`part_gains`     what each part of ReLibra gains over its rivals, in many settings
+`conditions`     the conditions of the published gains: ``python -m experiments.claims.conditions``
 ===============  =====================================================================================
 """
