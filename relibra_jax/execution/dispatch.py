@@ -69,8 +69,8 @@ class Travelling(NamedTuple):
     Values that do not travel are None.
     """
 
-    token: Float[jax.Array, "t *D"] | Sums | None
-    """The values of each token; in rows, of the token of each row. Between the hops back they are yet to be summed."""
+    token: Float[jax.Array, "t *D"] | None
+    """The values of each token; in rows, of the token of each row."""
     copy: Num[jax.Array, "t K"] | Num[jax.Array, " rows"] | None
     """A value for each token copy; in rows, for each row."""
 
@@ -108,6 +108,7 @@ def send_tokens(
         if exchanges[-1].has_lanes:
             values, packed = _hop(first, exchanges[0], values, _routes(dispatch), hop), None
         else:
+            assert hop.arrival is not None, "exchanges between nodes have lanes"
             hop = hop._replace(arrival=_at(hop.arrival, _routes(inside)[0].source))
             values = _each_copy(_hop(first, exchanges[0], values, _routes(dispatch), hop), inside)
             packed = tuple(value for value in values if value is not None)
@@ -133,10 +134,10 @@ def return_tokens(rows: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
         return _back(rows, dispatch, exchanges[0])
     inside, exchange = dispatch.inside, exchanges[1]
     if exchange.has_lanes or rows.token is None:
-        values = _back(rows, inside, exchange)
+        values: tuple[jax.Array | Sums | None, ...] = _back(rows, inside, exchange)
     else:
         sums = Sums(send_back(rows.token, inside.hop.lanes, exchange), inside.place)
-        values = _back(rows._replace(token=None), inside, exchange)._replace(token=sums)
+        values = sums, _back(rows._replace(token=None), inside, exchange).copy
     return _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
 
 
@@ -179,16 +180,20 @@ def _each_copy(rows: Travelling, dispatch: Dispatch) -> Travelling:
 
 
 def _hop(
-    way: Callable[..., Any], exchange: Exchange, values: Travelling, routes: tuple[Route, Route], hop: Hop
+    way: Callable[..., Any],
+    exchange: Exchange,
+    values: tuple[jax.Array | Sums | None, ...],
+    routes: tuple[Route, Route],
+    hop: Hop,
 ) -> Travelling:
     """Run one hop of the values that travel."""
     moved = iter(way(exchange, *_given(values, routes), hop))
     return Travelling(*(None if value is None else next(moved) for value in values))
 
 
-def _given(
-    values: Travelling, routes: tuple[Route, Route]
-) -> tuple[tuple[jax.Array | Sums, ...], tuple[Route, ...]]:
+def _given[T](
+    values: tuple[T | None, ...], routes: tuple[Route, Route]
+) -> tuple[tuple[T, ...], tuple[Route, ...]]:
     """Return the values that travel and their routes."""
     given = [(value, route) for value, route in zip(values, routes, strict=True) if value is not None]
     return tuple(value for value, _ in given), tuple(route for _, route in given)
