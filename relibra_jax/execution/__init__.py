@@ -35,6 +35,7 @@ The layer for Flax is in `relibra_jax.nnx`.
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.gating import balance_loss, gates_at, select_experts
+from relibra_jax.execution.host_replicas import keep_on_host, prepare_host
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import MoveError, migrate_experts
 from relibra_jax.execution.moe import moe_layer
@@ -69,9 +70,11 @@ __all__ = [
     "fetch_replicas",
     "gates_at",
     "grow_capacities",
+    "keep_on_host",
     "migrate_experts",
     "moe_layer",
     "optimizer_layers",
+    "prepare_host",
     "prepare_layer",
     "prepare_layers",
     "push_residents",

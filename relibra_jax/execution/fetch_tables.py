@@ -4,7 +4,7 @@ They say which experts a rank exports as replicas, and where the replicas arrive
 inside shard_map. `relibra_jax.execution.replicas` uses the tables.
 """
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,21 @@ class FetchTables(NamedTuple):
     """Whether the buffers are large enough for the exports of all ranks."""
     remote: RemoteRows | None = None
     """The places from which replicas are pulled; None for exchanges."""
+
+
+class HostTables(NamedTuple):
+    """The tables of a layer some of whose replicas come from host memory (`relibra_jax.execution.host_replicas`)."""
+
+    slot: Int[jax.Array, "*stack C"]
+    """The kept expert that each copy reads, a slot of the rank's K; EMPTY for none."""
+    place: Int[jax.Array, "*stack C"]
+    """The replica slot that each copy fills; EMPTY for none."""
+    links: FetchTables | None
+    """The tables of the replicas that other ranks still send; None if all come from the host."""
+
+    def layer(self, index: Any) -> "HostTables":
+        """Return element ``index`` of the first stacked axis."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
 
 def make_fetch(

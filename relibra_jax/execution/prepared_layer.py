@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int, Integer
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan
 from relibra_jax.execution.dispatch import Tables, make_dispatch, make_node_dispatch
 from relibra_jax.execution.exchange import NCCL_EP
-from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
+from relibra_jax.execution.fetch_tables import FetchTables, HostTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.nccl_ep import make_slot_dispatch
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
@@ -80,6 +80,10 @@ class PreparedLayer(NamedTuple):
     residents: Residents | None = None
     """The residents of the layer (`relibra_jax.execution.residents.push_residents`), without the axis of
     micro-batches and without a step number (`Residents.at`); None if there are none."""
+    host_tables: HostTables | None = None
+    """The tables of replicas that come from host memory (`relibra_jax.execution.host_replicas`); None if none do."""
+    on_host: Residents | None = None
+    """The experts that ranks keep in host memory, for ``host_tables``, likewise without the axis of micro-batches."""
 
     def layer(self, index: Any) -> "PreparedLayer":
         """Return element ``index`` of the first stacked axis."""
@@ -122,7 +126,7 @@ def prepare_layer(
         with jax.named_scope("prepare_layer"):
             plan = jax.tree.map(lambda leaf: leaf[group], plan)
             ids = expert_ids.reshape(len(expert_ids), -1, expert_ids.shape[-1]).astype(jnp.int32)
-            return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
+            return over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
 
     fetch, tokens = on_rank(expert_ids, plan)
     return PreparedLayer(jnp.asarray(plan.slot_expert), fetch, tokens)
@@ -140,7 +144,7 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
     )
     def on_rank(plan):
         plan = jax.tree.map(lambda leaf: leaf[group], plan)
-        return _over_ranks(_fetch_on_rank(plan, parallel), parallel)
+        return over_ranks(_fetch_on_rank(plan, parallel), parallel)
 
     return PreparedLayer(plan.slot_expert, on_rank(plan), None)
 
@@ -247,7 +251,7 @@ def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
     return make_fetch(plan, exchange, exports, parallel.topology, across_nodes=bool(parallel.across_nodes))
 
 
-def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
+def over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
     """Reshape one rank's tables to its part ``[*data, 1, 1, ...]`` of arrays over the ranks."""
     lead = (1,) * (len(parallel.data_axes) + 2)
     axes = (*parallel.data_axes, *RANKS)

@@ -17,6 +17,8 @@ There are three kinds of fetch:
   for H100, but its results on hardware have not been checked. Tests cover its tables through ``remote_emulated``, which
   gathers all exports on every rank. See docs/guides/gpu-fetch.md.
 
+Some or all of the weights may come from the host's memory instead (`relibra_jax.execution.host_replicas`).
+
 With `jax.checkpoint` the backward pass fetches the replicas again instead of keeping them in memory.
 """
 
@@ -33,8 +35,9 @@ from pallas_kernels.pull_rows import pull_rows
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
 from relibra_jax.execution.exchange import Exchange, send
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
-from relibra_jax.execution.fetch_tables import FetchTables
+from relibra_jax.execution.fetch_tables import FetchTables, HostTables
 from relibra_jax.execution.gather import gather_rows
+from relibra_jax.execution.memory import to_device
 from relibra_jax.execution.mesh import LOCAL, RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
@@ -106,6 +109,7 @@ def fetch_replicas(
         _check_groups("experts", groups, parallel)
     check_tokens("x", x, parallel)
     residents = _check_layer_residents(layer.residents, experts, parallel)
+    host_tables, kept = layer.host_tables, _check_on_host(layer, experts, parallel)
     slot_expert = _held_experts(layer, topology)
     rank, lead = parallel.rank_spec, (1,) * (len(parallel.data_axes) + 2)
     place = (0,) * len(lead)
@@ -119,11 +123,13 @@ def fetch_replicas(
             _group_spec(groups, parallel),
             None if residents is None else _group_spec(residents.shape[:-6], parallel),
             rank if has_replicas else None,
+            None if host_tables is None else rank,
+            None if kept is None else _group_spec(kept.shape[:-6], parallel),
             parallel.token_spec,
         ),
         out_specs=(out, parallel.token_spec),
     )
-    def on_rank(experts, residents, tables, x):
+    def on_rank(experts, residents, tables, host_tables, kept, x):
         # Marked as different in every group, so that JAX sums the gradients of what groups share.
         own = experts.reshape(experts.shape[-4:])
         rank_experts = [own] if residents is None else [own, residents[place]]
@@ -132,24 +138,61 @@ def fetch_replicas(
         if has_replicas:
             tables = jax.tree.map(lambda leaf: leaf[place], tables)
             exchange, _ = parallel.replica_exchange()
-            buffers, replicas, x = fetch(buffers, tables, x, exchange, late=parallel.late_replicas)
-            x = x * one_or_nan(tables.fits, x)
+            fits = tables.fits
+            if host_tables is None:
+                buffers, replicas, x = fetch(buffers, tables, x, exchange, late=parallel.late_replicas)
+            else:
+                host_tables = jax.tree.map(lambda leaf: leaf[place], host_tables)
+                buffers, replicas, x = fetch_both_ways(buffers, x, kept, tables, host_tables, exchange)
+                fits = fits if host_tables.links is None else fits & host_tables.links.fits
+            x = x * one_or_nan(fits, x)
         buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
         if replicas is not None:
             replicas = replicas.reshape(*lead, *replicas.shape)
         return (buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
 
-    (home, resident, replica), ready = on_rank(experts, residents, layer.fetch_tables, x)
+    (home, resident, replica), ready = on_rank(
+        experts, residents, layer.fetch_tables, host_tables, kept, x
+    )
     return LayerExperts(home, resident, replica, slot_expert), ready
+
+
+def _check_on_host(layer: PreparedLayer, experts: Array, parallel: ExpertParallel) -> Array | None:
+    """Return the weights that ranks keep in host memory, after checking them; None if no replica comes from there."""
+    if layer.host_tables is None:
+        if layer.on_host is not None:
+            raise ValueError("layer.on_host is given without host_tables: compute them with prepare_host")
+        return None
+    if layer.on_host is None:
+        raise ValueError("layer.host_tables are given without on_host: keep the experts with keep_on_host")
+    if parallel.late_replicas:
+        raise ValueError("late_replicas=True: replicas from the host's memory arrive before experts run")
+    weights = layer.on_host.weights
+    groups = weights.shape[: len(parallel.data_axes)]
+    slots = (*parallel.ranks, layer.on_host.experts.shape[-1])
+    _check_groups("on_host", groups, parallel)
+    check_shape("on_host", weights.shape, (*groups, *slots, *np.shape(experts)[-3:]))
+    if weights.dtype != experts.dtype:
+        raise ValueError(
+            f"on_host: dtype {weights.dtype} must be that of the experts, {experts.dtype}: keep_on_host(dtype=)"
+        )
+    return weights
 
 
 def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*ranks S"]:
     """Return the experts in a layer's slots: the residents that were pushed, and the others of the plan."""
-    if layer.residents is None:
-        return layer.slot_expert
     planned = jnp.asarray(layer.slot_expert)
     homes, resident, replicas = jnp.split(planned, [topology.home_slots, topology.held_slots], axis=-1)
-    resident = jnp.broadcast_to(layer.residents.experts, resident.shape)
+    if layer.residents is not None:
+        resident = jnp.broadcast_to(layer.residents.experts, resident.shape)
+    if layer.host_tables is not None and layer.on_host is not None:
+        slot, place, _ = layer.host_tables
+        kept = jnp.broadcast_to(layer.on_host.experts, (*slot.shape[:-1], layer.on_host.experts.shape[-1]))
+        expert = jnp.where(slot == EMPTY, EMPTY, jnp.take_along_axis(kept, jnp.maximum(slot, 0), -1))
+        number = jax.lax.broadcasted_iota(place.dtype, (*replicas.shape, place.shape[-1]), replicas.ndim - 1)
+        fills = place[..., None, :] == number
+        copied = jnp.where(fills, expert[..., None, :], EMPTY).max(-1)
+        replicas = jnp.where(fills.any(-1), copied, replicas)
     return jnp.concatenate([homes, resident, replicas], axis=-1)
 
 
@@ -226,6 +269,76 @@ def fetch(
         if tables.updates is not None:
             return buffers, _send_whole(exports, tables, exchange), x
         return buffers, _send_pieces(exports, tables, exchange, late=late), x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def fetch_both_ways(
+    buffers: ExpertBuffers,
+    x: jax.Array,
+    kept: Float[jax.Array, "..."],
+    tables: FetchTables,
+    host_tables: HostTables,
+    exchange: Exchange,
+) -> tuple[ExpertBuffers, Float[jax.Array, "R ..."], jax.Array]:
+    """Fetch the replicas of this rank from its host memory and from other ranks, at the same time.
+
+    Gradients of all replicas return to the ranks of their experts.
+
+    Args:
+        buffers: the buffers of this rank's experts, as for `fetch`.
+        x: the layer's input.
+        kept: the experts of the layer in this rank's host memory, ``[..., K, 3, D, F]``.
+        tables: the tables of a fetch of all replicas, by which gradients return.
+        host_tables: the tables of the copies, and of the replicas that other ranks send.
+        exchange: the exchange of exported experts between the ranks of the domain.
+
+    Returns:
+        As `fetch`.
+    """
+    del tables
+    with jax.named_scope("host_fetch"):
+        # The barrier makes the copies wait for the layer's input, so that those of one layer at most run ahead.
+        slot, x = jax.lax.optimization_barrier((host_tables.slot, x))
+        copies = [_copy_from_host(kept, index) for index in slot]
+    if host_tables.links is None:
+        slots = exchange.sizes.receive
+        replicas = vary_over(jnp.zeros((slots, *copies[0].shape), copies[0].dtype), varying_axes(copies[0]))
+    else:
+        buffers, replicas, x = fetch(buffers, host_tables.links, x, exchange)
+    with jax.named_scope("host_fetch"):
+        for copied, place in zip(copies, host_tables.place, strict=True):
+            at = jnp.maximum(place, 0)
+            filled = jnp.where(place == EMPTY, replicas[at], copied)
+            replicas = jax.lax.dynamic_update_index_in_dim(replicas, filled, at, 0)
+    return buffers, replicas, x
+
+
+def _copy_from_host(kept, slot):
+    """Copy one kept expert to the device. XLA copies on a stream of its own only what one dynamic slice cuts out."""
+    start = (*(0,) * (kept.ndim - 4), jnp.maximum(slot, 0), 0, 0, 0)
+    copied = jax.lax.dynamic_slice(kept, start, (*(1,) * (kept.ndim - 3), *kept.shape[-3:]))
+    return to_device(copied).reshape(kept.shape[-3:])
+
+
+def _return_all(exchange, tables, cotangents):
+    """Return the gradients of replicas over the links, whatever way their weights came."""
+    d_buffers, d_replicas, d_x = cotangents
+    exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
+    exports = vary_over(exports, varying_axes(d_replicas))
+    send_exports = _send_pieces if tables.updates is None else _send_whole
+    with jax.named_scope("replica_fetch"):
+        _, send_back = jax.vjp(lambda exports: send_exports(exports, tables, exchange), exports)
+        d_buffers, _, d_x = _unpack(tables.exports, (d_buffers, *send_back(d_replicas), d_x))
+    return d_buffers, d_x, None, None, None
+
+
+fetch_both_ways.defvjp(
+    lambda buffers, x, kept, tables, host_tables, exchange: (
+        fetch_both_ways(buffers, x, kept, tables, host_tables, exchange),
+        tables,
+    ),
+    _return_all,
+)
 
 
 def _send_whole(exports, tables, exchange):
