@@ -9,8 +9,8 @@ import pytest
 from support.dense import assert_close, mixture
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.contract.plan import copy_source, home_layout
-from relibra_jax.contract.types import EMPTY, Topology, layer_plans
+from relibra_jax.contract.plan import home_layout
+from relibra_jax.contract.types import Topology, layer_plans
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -20,8 +20,7 @@ from relibra_jax.execution import (
     prepare_host,
     prepare_layers,
 )
-from relibra_jax.execution.memory import HOST, in_host_memory
-from relibra_jax.routing.host_share import choose_from_host, share_with_host
+from relibra_jax.routing.host_share import share_with_host
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 MICRO_BATCHES, LAYERS, TOKENS, WIDTH, HIDDEN, TOP_K = 3, 2, 5, 6, 4, 2

@@ -12,6 +12,7 @@ It compiles these programs:
 - a stack whose layers dispatch tokens in two pieces, and one whose replicas are late;
 - whole optimizer updates with residents, for several micro-batches and several updates;
 - the program that migrates experts;
+- layers whose replicas come from host memory;
 - attention, and a language model that uses it for packed sequences;
 - layers on one node of 8 ranks whose replicas a kernel pulls;
 - the kernels alone at the shapes of published models, and the Triton kernels for a GPU of each family;
@@ -78,6 +79,7 @@ def aot_steps(*, quick: bool = False) -> list[Step]:
         ),
         *(step(f"Triton kernels, {gpu}", "triton_kernels:check_triton", gpu) for gpu in list(GPUS)[:most]),
         step("migration", "migration:check_migration"),
+        *([] if quick else [step("replicas from host memory", "host:check_host")]),
         step("attention", "attention:check_attention"),
         *([] if quick else [step("pieces", "pieces:check_pieces"), step("late replicas", "late:check_late")]),
     ]

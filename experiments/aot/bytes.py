@@ -90,7 +90,7 @@ def count_by_kind(transfers: Iterable[Transfer], mesh_axes: Mapping[str, int]) -
 def sent_bytes(transfer: Transfer, ranks: int) -> float:
     """Return the bytes that a device sends in one execution of a collective among ``ranks`` ranks."""
     operands = transfer.operands[:1] if transfer.kind == "ragged-all-to-all" else transfer.operands
-    size = sum(_SIZES[dtype] * prod(shape) for dtype, shape in operands)
+    size = sum(array_bytes(*operand) for operand in operands)
     away = (ranks - 1) / ranks
     shares = {
         "all-to-all": away,
@@ -102,6 +102,11 @@ def sent_bytes(transfer: Transfer, ranks: int) -> float:
         "ragged-all-to-all": 1.0,
     }
     return size * shares[transfer.kind]
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of an array."""
+    return _SIZES[dtype] * prod(shape)
 
 
 def group_axes(collective: Instruction, mesh_axes: Mapping[str, int]) -> tuple[Axes, int]:

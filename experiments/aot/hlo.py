@@ -29,6 +29,9 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_PLACED = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
+_ON_HOST = "S(5)"
+"""The part of a layout that says that an array is in host memory."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,18 @@ class RowPasses(NamedTuple):
     """The rows that the kernels with these gathers write."""
     copied: float
     """The rows of copied buffers of exchanges."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One asynchronous copy from host memory to the device."""
+
+    array: tuple[str, tuple[int, ...]]
+    """The dtype and dimensions of the copied array."""
+    times: float
+    """The number of executions in one run of the program."""
+    between: tuple[Instruction, ...]
+    """The instructions between start and done."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +214,21 @@ class Program:
                 yield Transfer(
                     kind, instruction, operands, op_name, times, asynchronous and not sync, between
                 )
+
+    def host_copies(self) -> Iterator[HostCopy]:
+        """Yield the copies from host memory that run on a stream of their own: of whole arrays, or of slices."""
+        for name, body in self._executed(None):
+            for place, one in enumerate(body):
+                if name in self._wrapped or one.opcode not in ("copy-start", "fusion-start", "async-start"):
+                    continue
+                arrays = _PLACED.findall(one.shape)
+                # A copy lists its result first; others list operands, result and context.
+                result = arrays.pop(0 if one.opcode == "copy-start" else -2)
+                if _ON_HOST in result[2] or not any(_ON_HOST in memory for *_, memory in arrays):
+                    continue
+                dims = tuple(int(size) for size in result[1].split(",") if size)
+                between = tuple(self._until_done(body, place))
+                yield HostCopy((result[0], dims), self.executions[name], between)
 
     def row_passes(self, width: int) -> RowPasses:
         """Count the rows of ``width`` numbers that a run gathers and copies."""

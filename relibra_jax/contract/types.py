@@ -271,6 +271,13 @@ class Price:
     """One replica that is sent inside its node, in all passes of a micro-batch."""
     fetch_across: Float[Array, ""] | float = 0.0
     """The same for one replica that is sent to another node."""
+    from_host: Float[Array, ""] | float = 0.0
+    """The weights of one replica that is copied from the host's memory, in all passes of a micro-batch. Its gradient
+    still costs a part of ``fetch``."""
+    weights_share: Float[Array, ""] | float = 1.0
+    """The part of ``fetch`` that sends weights; the rest returns gradients."""
+    keep: Float[Array, ""] | float = 0.0
+    """One expert of one layer that is sent to a rank and written to its host memory, in all updates of the batch."""
     gather: Float[Array, ""] | float = 0.0
     """One row that a gather or a sum of dispatch or combine reads or writes."""
     wait: Float[Array, ""] | float = 0.0
@@ -295,6 +302,8 @@ class Price:
     because one compiled planner tries both."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
+    host_slots: int = field(default=0, metadata={"static": True})
+    """The number of replicas of a rank that come from the host's memory, in a layer of a micro-batch."""
     exchange: str = field(default="needed", metadata={"static": True})
     """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``needed`` for one that sends what is needed."""
     fetches: str = field(default="ragged", metadata={"static": True})

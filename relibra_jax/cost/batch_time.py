@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.contract.types import Array, BatchPlan, Price, Topology, check_shape
-from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.copies import keep_time, push_time, reorder_time
 from relibra_jax.cost.step_time import (
     LayerTime,
     attention_time,
@@ -49,7 +49,7 @@ class BatchTime(NamedTuple):
     exposed: Float[Array, "*stack"]
     """The transfers of replicas that attention does not hide, and the waits of ranks for each other there."""
     push: Float[Array, "*stack"]
-    """The transfers of residents' weights and gradients, in all updates."""
+    """The transfers of residents' weights and gradients, and of experts to host memory, in all updates."""
     reorder: Float[Array, "*stack"]
     """The transfers of experts that change home before the batch."""
     rest: Float[Array, "*stack"]
@@ -140,6 +140,7 @@ def batch_time(
     )
     ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits, pairs=pairs)
     push = push_time(batch_plan.plan, topology, cost)
+    push = push + keep_time(batch_plan.layer_plans(), topology, cost)
     reorder = jnp.zeros(())
     if previous_home is not None:
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)

@@ -6,7 +6,9 @@ What is transferred, and when:
                their gradients, also in bfloat16. The source is the home, or a resident of the same node
                (`relibra_jax.contract.plan.copy_source`). A ragged fetch sends these experts. A padded one sends as many
                exports from every rank as the rank with the most has, in pieces, and then R experts to each rank
-               (`relibra_jax.execution.replicas`)
+               (`relibra_jax.execution.replicas`). Some or all of the weights may come from the host's memory at the
+               same time (`relibra_jax.execution.host_replicas`): then the longer of both ways counts, and experts are
+               kept there once an update
     residents  bfloat16 weights before an update, float32 gradients after it, on the route of
                `relibra_jax.routing.resident_push`: one hop inside the home's node, one between nodes, one inside the
                target's. Gradients take the same route back and are summed on the way
@@ -26,6 +28,7 @@ from jaxtyping import Float, Int
 from relibra_jax.contract.plan import copy_source, resident_experts
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Plan, Price, Topology
 from relibra_jax.cost.traffic import Traffic, busier_way, count_experts
+from relibra_jax.routing.host_share import choose_from_host, count_kept, without_chosen
 from relibra_jax.routing.resident_push import push_sizes
 from relibra_jax.routing.sizes import exported_slots, power_of_two
 
@@ -40,9 +43,51 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
         cost: the price.
     """
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
-    shape = plans.slot_expert.shape[:4]
     if not topology.replica_slots:
-        return jnp.zeros(shape, jnp.float32)
+        return jnp.zeros(plans.slot_expert.shape[:4], jnp.float32)
+    seconds = _link_time(plans, topology, cost)
+    if not cost.host_slots:
+        return seconds
+    rest, chosen = _without_host(plans, topology, cost.host_slots)
+    share = jnp.asarray(cost.weights_share, jnp.float32)
+    left = (rest.slot_expert[..., topology.held_slots :] != EMPTY).sum(-1, dtype=jnp.int32).max()
+    links = share * _link_time(rest, topology, cost, slots=left) + (1 - share) * seconds
+    # A program copies equally many on all ranks.
+    return jnp.maximum(links, cost.from_host * chosen.sum(-1).max())
+
+
+def keep_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float[jax.Array, ""]:
+    """Model the seconds in which ranks get the experts that they keep in host memory, for all layers together.
+
+    Nothing hides it: it comes before the first pass of an update.
+
+    Args:
+        layer_plans: as for `fetch_time`.
+        topology: the expert-parallel group.
+        cost: the price.
+    """
+    if not cost.host_slots or not topology.replica_slots:
+        return jnp.zeros(())
+    plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
+    _, chosen = _without_host(plans, topology, cost.host_slots)
+    return jnp.asarray(cost.keep * len(plans.home[0]) * count_kept(plans, chosen, topology).max())
+
+
+def _without_host(plans: LayerPlan, topology: Topology, count: int) -> tuple[LayerPlan, jax.Array]:
+    """Return the plans of what other ranks send, and the replicas that come from the host."""
+
+    def one(plan: LayerPlan) -> tuple[LayerPlan, jax.Array]:
+        chosen = choose_from_host(plan, topology, count)
+        return without_chosen(plan, chosen, topology), chosen
+
+    return jax.vmap(jax.vmap(one))(plans)
+
+
+def _link_time(
+    plans: LayerPlan, topology: Topology, cost: Price, *, slots: jax.Array | None = None
+) -> Float[jax.Array, "M L N G"]:
+    """Return the seconds of each rank on the links; a padded fetch sends ``slots`` replicas to each, or R."""
+    shape = plans.slot_expert.shape[:4]
 
     def one(plan: LayerPlan) -> Traffic:
         source = copy_source(plan, topology)
@@ -53,7 +98,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Float
     if cost.fetches == "padded":
         most = _padded_exports(plans, topology)
         # Without any export there is nothing to fetch.
-        experts = jnp.where(most > 0, most + topology.replica_slots, 0.0)
+        experts = jnp.where(most > 0, most + (topology.replica_slots if slots is None else slots), 0.0)
         across = ((slow.max() > 0) | cost.across_nodes).astype(jnp.float32)
         return jnp.broadcast_to(_padded_time(experts, topology, cost, across), shape)
     return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
@@ -78,6 +123,10 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
     if cost.late_replicas:
         share = exports / (exports + topology.replica_slots)
         return share * fetch_time(layer_plans, topology, cost).max()
+    if cost.host_slots:
+        rest, _ = _without_host(plans, topology, cost.host_slots)
+        share = jnp.asarray(cost.weights_share, jnp.float32)
+        exports = share * _padded_exports(rest, topology) + (1 - share) * exports
     seconds = _padded_time(exports, topology, cost, 1.0)
     return jnp.where(cost.across_nodes, seconds, 0.0)
 

@@ -95,6 +95,9 @@ class CostModel:
     that send what is needed between nodes too, with which no layer runs."""
     fetch: str = AUTO
     """The exchange of replicas: ``padded``, ``ragged``, or ``auto`` for padded."""
+    host_slots: int = 0
+    """The number of replicas of a rank that come from its host's memory in a layer of a micro-batch, beside those that
+    other ranks send (`relibra_jax.execution.host_replicas`). At most R are copied."""
     striped: bool | None = None
     """Whether the ranks of a node deal their tokens to each other before dispatch: `relibra_jax.routing.striping`. A
     `relibra_jax.nnx.Balancer` replaces None by its choice. Elsewhere None is False, as it is for layers."""
@@ -145,6 +148,12 @@ class CostModel:
         for name in ("compute_bytes", "dispatch_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least=1)
+        check_integer("host_slots", self.host_slots, least=0)
+        if self.host_slots and not self.cluster.host_bandwidth:
+            raise ValueError(
+                f"host_slots={self.host_slots} needs the cluster's host_bandwidth, which is 0: give it, or take"
+                " host_slots=0"
+            )
         count_passes(self.updates, recompute=self.recompute)
         _check_numbers(self.cluster, self.model)
         fetches = (AUTO, "padded", "ragged")
@@ -205,13 +214,17 @@ class CostModel:
         number = COMPUTE_BYTES if self.compute_bytes is None else self.compute_bytes
         updates = self.updates if updates is None else updates
         passes = count_passes(updates, recompute=self.recompute if recompute is None else recompute)
-        memory, slow, fast, flops = cluster.rates
+        memory, slow, fast, flops, host = cluster.rates
         nodes, local = topology.num_nodes, topology.ranks_per_node
         expert, dense = float(model.expert_params), float(model.dense_params)
         head = 2.0 * model.width * model.vocabulary / model.moe_layers
         row = self.scale * passes.exchange * number * model.width
         # Of every two forward exchanges, one is a dispatch.
         forward = (updates > 0) + (self.recompute if recompute is None else recompute)
+        weights = number * expert
+        # Kept experts are sent once an update; a recompute before it reads the same.
+        kept = max(updates, 1) * weights
+        far = self.across_nodes and nodes > 1
         saved = 0 if self.dispatch_bytes is None else forward * (number - self.dispatch_bytes)
         sent = row - self.scale * saved * model.width
         dealt = row * ((1 - 1 / local) / fast + 2.0 / memory) / model.top_k
@@ -238,6 +251,9 @@ class CostModel:
             gather=row / memory,
             fetch=passes.compute * number * expert / fast,
             fetch_across=passes.compute * number * expert / slow,
+            from_host=(forward + (updates > 0)) * weights / host if host else 0.0,
+            weights_share=(forward + (updates > 0)) / passes.compute,
+            keep=kept * (1 / (slow if far else fast) + 1 / host) if host else 0.0,
             move=move,
             push=updates * resident * expert / slow,
             push_inside=updates * resident * expert / fast,
@@ -258,6 +274,7 @@ class CostModel:
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,
+            host_slots=min(self.host_slots, topology.replica_slots),
             across_nodes=bool(self.across_nodes) and nodes > 1,
         )
 
@@ -267,6 +284,8 @@ def _check_numbers(cluster: Cluster, model: Model) -> None:
     for field in dataclasses.fields(cluster):
         if field.type is float and field.default is dataclasses.MISSING:
             check_positive(f"cluster.{field.name}", getattr(cluster, field.name))
+    if cluster.host_bandwidth:
+        check_positive("cluster.host_bandwidth", cluster.host_bandwidth)
     for name in ("tile", "wait_seconds", "choice_seconds"):
         check_not_negative(f"cluster.{name}", float(getattr(cluster, name)))
     for name in ("moe_layers", "num_experts", "top_k", "width", "expert_width"):

@@ -25,6 +25,8 @@ class Cluster:
     shared_link: bool = False
     """True if the ranks of a node share one link to other nodes, whose time is that of all their data together. False
     if each rank has its own link, and the busiest link determines the time."""
+    host_bandwidth: float = 0.0
+    """The bytes/s that a rank can read from its host's memory, beside what it sends; 0 if it is not known."""
     memory: float
     """The memory of a rank, bytes."""
     memory_bandwidth: float
@@ -64,6 +66,7 @@ class Cluster:
             slow=self.slow_bandwidth * self.network_efficiency,
             fast=self.fast_bandwidth * self.network_efficiency,
             flops=self.matmul_flops * self.matmul_efficiency,
+            host=self.host_bandwidth * self.network_efficiency,
         )
 
     @property
@@ -83,6 +86,8 @@ class Rates(NamedTuple):
     """The bytes/s that it sends inside its node."""
     flops: float
     """The FLOP/s of grouped and dense products."""
+    host: float
+    """The bytes/s that it copies from its host's memory."""
 
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s; NVLink 900 GB/s in both
@@ -99,11 +104,14 @@ class Rates(NamedTuple):
 # 0.33 of the peak: tiles are half as wide, because a product and its sum take the registers, and L2 feeds them too
 # slowly. DeepGEMM, whose blocks share weights by multicast, has published 1,093 to 1,297 TFLOP/s on an H800 for groups
 # of 4,096 and 8,192 rows, 0.55 to 0.66 (its README of April 2025).
+# PCIe 5 x16 carries 128 GB/s in both directions together (NVIDIA H100 data sheet); copies from pinned host memory
+# beside products reached 49 GB/s on the H100 (measured, as above), 0.77 of one direction.
 _H100 = Cluster(
     matmul_flops=989e12,
     float8_flops=1979e12,
     fast_bandwidth=450e9,
     slow_bandwidth=50e9,
+    host_bandwidth=64e9,
     shared_link=False,
     memory=80e9,
     memory_bandwidth=3.35e12,
@@ -122,14 +130,15 @@ CLUSTERS = {
     # 8 x 400 Gb/s InfiniBand for 8 GPUs. A copy on an H200 reads and writes 3.2 to 3.3 TB/s (measured, as above).
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12, memory_efficiency=0.67),
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bfloat16 without sparsity, no float8; 80 GB at 2.039 TB/s; NVLink 600
-    # GB/s in both directions together. NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand for 8 GPUs. The rest is
-    # Hopper's.
+    # GB/s in both directions together. NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand for 8 GPUs; PCIe 4 at 64
+    # GB/s in both directions together. The rest is Hopper's.
     "a100": dataclasses.replace(
         _H100,
         matmul_flops=312e12,
         float8_flops=0.0,
         fast_bandwidth=300e9,
         slow_bandwidth=25e9,
+        host_bandwidth=32e9,
         memory_bandwidth=2.039e12,
     ),
     # NVIDIA DGX B200 data sheet, for 8 GPUs: 36 PFLOP/s bfloat16 with sparsity, half of them without, which is 2.25
@@ -147,7 +156,9 @@ CLUSTERS = {
     # sparsity, half of them without, which is 2.5 PFLOP/s per GPU, and twice as many of float8; 130 TB/s of NVLink
     # together, 1.8 TB/s per GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX
     # GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The
-    # efficiencies and the time of a choice are Hopper's.
+    # efficiencies and the time of a choice are Hopper's. One Grace CPU and two GPUs share NVLink-C2C of 900 GB/s in
+    # both directions together (NVIDIA's announcement of the GB200 Superchip, 2024-03-18), less in one direction than
+    # Grace's memory delivers, 512 GB/s (GB200 NVL72 data sheet).
     "gb200-nvl72": dataclasses.replace(
         _H100,
         matmul_flops=2500e12,
@@ -155,6 +166,7 @@ CLUSTERS = {
         fast_bandwidth=900e9,
         memory=186e9,
         memory_bandwidth=8e12,
+        host_bandwidth=900e9 / 2 / 2,
         node_ranks=72,
     ),
     # HGX H100 nodes of 8 GPUs whose only link to other nodes is one Ethernet port of 200 Gb/s (IEEE 802.3bs) or
@@ -162,11 +174,12 @@ CLUSTERS = {
     "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),
     "h100-ethernet-100": dataclasses.replace(_H100, slow_bandwidth=100e9 / 8 / 8, shared_link=True),
     # One of several devices that share the cores and the memory of a host, as in tests and in examples that need no
-    # GPU. All numbers are assumed: the products of one core, and copies in memory for both networks.
+    # GPU. All numbers are assumed: the products of one core, and copies in memory for networks and host.
     "cpu-host": Cluster(
         matmul_flops=50e9,
         fast_bandwidth=5e9,
         slow_bandwidth=5e9,
+        host_bandwidth=5e9,
         memory=4e9,
         memory_bandwidth=20e9,
         matmul_efficiency=0.6,

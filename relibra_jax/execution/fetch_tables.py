@@ -15,6 +15,7 @@ from relibra_jax.contract.types import EMPTY, LayerPlan, Topology
 from relibra_jax.execution.exchange import Exchange, Lanes, updates
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
+from relibra_jax.routing.host_share import HostSizes
 from relibra_jax.routing.segments import in_lanes, places, starts
 from relibra_jax.routing.sizes import export_count, exported_slots
 
@@ -58,11 +59,13 @@ class HostTables(NamedTuple):
     """The tables of a layer some of whose replicas come from host memory (`relibra_jax.execution.host_replicas`)."""
 
     slot: Int[jax.Array, "*stack C"]
-    """The kept expert that each copy reads, a slot of the rank's K; EMPTY for none."""
-    place: Int[jax.Array, "*stack C"]
-    """The replica slot that each copy fills; EMPTY for none."""
+    """The kept expert that each of the rank's copies reads, a slot of its K; EMPTY for none."""
+    place: Int[jax.Array, "*stack arriving"]
+    """The replica slot of each copy, and then of each replica that other ranks still send; EMPTY for none."""
     links: FetchTables | None
     """The tables of the replicas that other ranks still send; None if all come from the host."""
+    sizes: HostSizes
+    """The sizes for which the tables were computed."""
 
     def layer(self, index: Any) -> "HostTables":
         """Return element ``index`` of the first stacked axis."""

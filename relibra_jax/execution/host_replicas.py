@@ -99,7 +99,7 @@ def prepare_host(
         The tables, stacked ``[M, L]``.
     """
     group = (0,) * len(parallel.data_axes)
-    exchange, _ = parallel.replica_exchange()
+    links_parallel = parallel.for_links(sizes) if sizes.links else None
 
     @functools.partial(
         jax.shard_map,
@@ -111,19 +111,25 @@ def prepare_host(
         plan, from_host = jax.tree.map(lambda leaf: leaf[group], (plan, from_host))
         own = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
         replicas = plan.slot_expert[own][parallel.topology.held_slots :]
-        # The slots from the host first; XLA copies a fixed number of them.
-        place = jnp.argsort(~from_host[own], stable=True)[: sizes.copies].astype(jnp.int32)
-        place = jnp.where(from_host[own][place], place, EMPTY)
-        expert = jnp.where(place == EMPTY, EMPTY, replicas[place])
+        copied, sent = (
+            _first(chosen, count)
+            for chosen, count in (
+                (from_host[own], sizes.copies),
+                (~from_host[own] & (replicas != EMPTY), sizes.links),
+            )
+        )
+        expert = jnp.where(copied == EMPTY, EMPTY, replicas[copied])
         same = (kept[own][None] == expert[:, None]) & (expert != EMPTY)[:, None]
         slot = jnp.where(same.any(1), jnp.argmax(same, 1).astype(jnp.int32), EMPTY)
         links = None
-        if sizes.exports:
+        if links_parallel is not None:
+            topology, (exchange, exports) = links_parallel.topology, links_parallel.replica_exchange()
             rest = without_chosen(plan, from_host, parallel.topology)
-            links = make_fetch(
-                rest, exchange, sizes.exports, parallel.topology, across_nodes=bool(parallel.across_nodes)
-            )
-        return over_ranks(HostTables(slot, place, links), parallel)
+            rest = rest._replace(slot_expert=rest.slot_expert[..., : topology.slots])
+            across = bool(parallel.across_nodes)
+            links = make_fetch(rest, exchange, exports, topology, across_nodes=across)
+        place = jnp.concatenate([copied, sent])
+        return over_ranks(HostTables(slot, place, links, sizes), parallel)
 
     def one_layer(inputs):
         plan, from_host, kept = inputs
@@ -135,3 +141,9 @@ def prepare_host(
 
     plans = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), plans._replace(load=None))
     return jax.lax.map(micro_batch, (plans, jnp.asarray(share.from_host)))
+
+
+def _first(chosen: jax.Array, count: int) -> jax.Array:
+    """Return the first ``count`` places at which ``chosen`` is True, EMPTY if there are fewer."""
+    place = jnp.argsort(~chosen, stable=True)[:count].astype(jnp.int32)
+    return jnp.where(chosen[place], place, EMPTY)

@@ -40,6 +40,7 @@ from relibra_jax.routing.exchange_rules import (
     choose_striping,
     exchange_choices,
 )
+from relibra_jax.routing.host_share import HostSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
@@ -323,6 +324,18 @@ class ExpertParallel:
         sizes = ExchangeSizes(pair=slots, own=0, send=max(replicas, 1), receive=slots)
         exchange = self._exchange(self._fetch_kind, self.domain, sizes)
         return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
+
+    def for_links(self, sizes: HostSizes) -> "ExpertParallel":
+        """Return the settings with which other ranks send replicas, if some come from the host's memory.
+
+        Args:
+            sizes: the sizes of the share of the host, which leaves some replicas for links.
+        """
+        topology = dataclasses.replace(self.topology, replica_slots=sizes.links)
+        capacities = dataclasses.replace(
+            worst_case_capacities(1, 1, topology), exports=sizes.exports, export_copies=sizes.export_copies
+        )
+        return dataclasses.replace(self, topology=topology, capacities=capacities)
 
     @property
     def late(self) -> LateReplicas | None:

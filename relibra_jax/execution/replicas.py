@@ -143,7 +143,10 @@ def fetch_replicas(
                 buffers, replicas, x = fetch(buffers, tables, x, exchange, late=parallel.late_replicas)
             else:
                 host_tables = jax.tree.map(lambda leaf: leaf[place], host_tables)
-                buffers, replicas, x = fetch_both_ways(buffers, x, kept, tables, host_tables, exchange)
+                links = None
+                if host_tables.links is not None:
+                    links, _ = parallel.for_links(host_tables.sizes).replica_exchange()
+                buffers, replicas, x = fetch_both_ways(buffers, x, kept, tables, host_tables, exchange, links)
                 fits = fits if host_tables.links is None else fits & host_tables.links.fits
             x = x * one_or_nan(fits, x)
         buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
@@ -151,9 +154,7 @@ def fetch_replicas(
             replicas = replicas.reshape(*lead, *replicas.shape)
         return (buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
 
-    (home, resident, replica), ready = on_rank(
-        experts, residents, layer.fetch_tables, host_tables, kept, x
-    )
+    (home, resident, replica), ready = on_rank(experts, residents, layer.fetch_tables, host_tables, kept, x)
     return LayerExperts(home, resident, replica, slot_expert), ready
 
 
@@ -186,7 +187,8 @@ def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*rank
     if layer.residents is not None:
         resident = jnp.broadcast_to(layer.residents.experts, resident.shape)
     if layer.host_tables is not None and layer.on_host is not None:
-        slot, place, _ = layer.host_tables
+        slot = layer.host_tables.slot
+        place = layer.host_tables.place[..., : slot.shape[-1]]
         kept = jnp.broadcast_to(layer.on_host.experts, (*slot.shape[:-1], layer.on_host.experts.shape[-1]))
         expert = jnp.where(slot == EMPTY, EMPTY, jnp.take_along_axis(kept, jnp.maximum(slot, 0), -1))
         number = jax.lax.broadcasted_iota(place.dtype, (*replicas.shape, place.shape[-1]), replicas.ndim - 1)
@@ -271,7 +273,7 @@ def fetch(
         return buffers, _send_pieces(exports, tables, exchange, late=late), x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def fetch_both_ways(
     buffers: ExpertBuffers,
     x: jax.Array,
@@ -279,6 +281,7 @@ def fetch_both_ways(
     tables: FetchTables,
     host_tables: HostTables,
     exchange: Exchange,
+    links: Exchange | None,
 ) -> tuple[ExpertBuffers, Float[jax.Array, "R ..."], jax.Array]:
     """Fetch the replicas of this rank from its host memory and from other ranks, at the same time.
 
@@ -290,25 +293,26 @@ def fetch_both_ways(
         kept: the experts of the layer in this rank's host memory, ``[..., K, 3, D, F]``.
         tables: the tables of a fetch of all replicas, by which gradients return.
         host_tables: the tables of the copies, and of the replicas that other ranks send.
-        exchange: the exchange of exported experts between the ranks of the domain.
+        exchange: the exchange of exported experts between the ranks of the domain, for gradients.
+        links: that for the replicas that other ranks send; None if all come from the host.
 
     Returns:
         As `fetch`.
     """
-    del tables
+    slots = exchange.sizes.receive
     with jax.named_scope("host_fetch"):
         # The barrier makes the copies wait for the layer's input, so that those of one layer at most run ahead.
         slot, x = jax.lax.optimization_barrier((host_tables.slot, x))
-        copies = [_copy_from_host(kept, index) for index in slot]
-    if host_tables.links is None:
-        slots = exchange.sizes.receive
-        replicas = vary_over(jnp.zeros((slots, *copies[0].shape), copies[0].dtype), varying_axes(copies[0]))
-    else:
-        buffers, replicas, x = fetch(buffers, host_tables.links, x, exchange)
+        arriving = [_copy_from_host(kept, index) for index in slot]
+    if links is not None and host_tables.links is not None:
+        buffers, sent, x = fetch(buffers, host_tables.links, x, links)
+        arriving += list(sent)
     with jax.named_scope("host_fetch"):
-        for copied, place in zip(copies, host_tables.place, strict=True):
+        replicas = jnp.zeros((slots, *arriving[0].shape), arriving[0].dtype)
+        replicas = vary_over(replicas, varying_axes(arriving[0]))
+        for expert, place in zip(arriving, host_tables.place, strict=True):
             at = jnp.maximum(place, 0)
-            filled = jnp.where(place == EMPTY, replicas[at], copied)
+            filled = jnp.where(place == EMPTY, replicas[at], expert)
             replicas = jax.lax.dynamic_update_index_in_dim(replicas, filled, at, 0)
     return buffers, replicas, x
 
@@ -320,7 +324,7 @@ def _copy_from_host(kept, slot):
     return to_device(copied).reshape(kept.shape[-3:])
 
 
-def _return_all(exchange, tables, cotangents):
+def _return_all(exchange, links, tables, cotangents):
     """Return the gradients of replicas over the links, whatever way their weights came."""
     d_buffers, d_replicas, d_x = cotangents
     exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
@@ -333,8 +337,8 @@ def _return_all(exchange, tables, cotangents):
 
 
 fetch_both_ways.defvjp(
-    lambda buffers, x, kept, tables, host_tables, exchange: (
-        fetch_both_ways(buffers, x, kept, tables, host_tables, exchange),
+    lambda buffers, x, kept, tables, host_tables, exchange, links: (
+        fetch_both_ways(buffers, x, kept, tables, host_tables, exchange, links),
         tables,
     ),
     _return_all,

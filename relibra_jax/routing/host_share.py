@@ -30,7 +30,7 @@ from jaxtyping import Bool, Int
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
-from relibra_jax.routing.sizes import exported_slots
+from relibra_jax.routing.sizes import export_count, exported_slots
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
 
@@ -42,8 +42,12 @@ class HostSizes:
 
     copies: int
     """The number of replicas that every rank copies from host memory in a layer, some of which may be empty."""
+    links: int
+    """The most replicas of a rank in a layer that other ranks still send; 0 if all come from the host."""
     exports: int
-    """The most different experts that other ranks still fetch from one rank; 0 if all replicas come from the host."""
+    """The most different experts that other ranks still fetch from one rank."""
+    export_copies: int
+    """The most replicas that other ranks still fetch from one rank."""
     push: PushSizes
     """The sizes with which one layer's kept experts are sent to their ranks."""
 
@@ -94,15 +98,21 @@ def choose_from_host(plan: LayerPlan, topology: Topology, count: int) -> Bool[ja
 
 
 def without_chosen(plan: LayerPlan, chosen: Bool[Array, "N G R"], topology: Topology) -> LayerPlan:
-    """Return the plan with empty slots in the place of chosen replicas: what other ranks still send.
+    """Return the plan without the chosen replicas: what other ranks still send.
 
     Args:
         plan: a layer plan.
         chosen: the replica slots that the host fills.
         topology: the expert-parallel group.
+
+    Returns:
+        The plan with the replicas that are left first, in their order, and empty slots after them.
     """
-    held, replicas = jnp.split(jnp.asarray(plan.slot_expert), [topology.held_slots], axis=-1)
-    return plan._replace(slot_expert=jnp.concatenate([held, jnp.where(chosen, EMPTY, replicas)], axis=-1))
+    held, replicas = jnp.split(jnp.asarray(plan.slot_expert, jnp.int32), [topology.held_slots], axis=-1)
+    left = jnp.where(chosen, EMPTY, replicas)
+    order = jnp.argsort(left == EMPTY, axis=-1, stable=True)
+    left = jnp.take_along_axis(left, order, -1)
+    return plan._replace(slot_expert=jnp.concatenate([held, left], axis=-1))
 
 
 def count_kept(
@@ -143,7 +153,7 @@ def share_with_host(plans: LayerPlan, topology: Topology, count: int) -> tuple[H
     plans = jax.tree.map(jnp.asarray, plans._replace(load=None))
     lead = plans.slot_expert.shape[:-3]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), plans)
-    chosen, exports = _choose_stack(flat, topology, count)
+    chosen, left = _choose_stack(flat, topology, count)
     chosen = chosen.reshape(*lead, *chosen.shape[1:])
     # Micro-batches and groups of data parallelism share what is kept.
     by_layer = (-1, lead[1], *chosen.shape[-3:])
@@ -156,21 +166,26 @@ def share_with_host(plans: LayerPlan, topology: Topology, count: int) -> tuple[H
     sizes = jax.vmap(functools.partial(_layer_push, topology=keeping(topology, most)))(each.home[0], kept)
     push = PushSizes(**{name: int(size.max()) for name, size in sizes.items()})
     return HostShare(chosen, jnp.asarray(kept)), HostSizes(
-        copies=int(chosen.sum(-1).max()), exports=int(exports), push=push
+        copies=int(chosen.sum(-1).max()), **{name: int(size) for name, size in left.items()}, push=push
     )
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "count"))
-def _choose_stack(plans: LayerPlan, topology: Topology, count: int) -> tuple[jax.Array, jax.Array]:
-    """Choose for a stack of layer plans, and return the most exports of one rank that remain."""
+def _choose_stack(plans: LayerPlan, topology: Topology, count: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Choose for a stack of layer plans, and return what remains for other ranks, as sizes of `HostSizes`."""
 
-    def one(plan: LayerPlan) -> tuple[jax.Array, jax.Array]:
+    def one(plan: LayerPlan) -> tuple[jax.Array, dict[str, jax.Array]]:
         chosen = choose_from_host(plan, topology, count)
-        rest = exported_slots(without_chosen(plan, chosen, topology), topology)
-        return chosen, rest.sum(1, dtype=jnp.int32).max()
+        rest = without_chosen(plan, chosen, topology)
+        left = rest.slot_expert[..., topology.held_slots :] != EMPTY
+        return chosen, {
+            "links": left.sum(-1, dtype=jnp.int32).max(),
+            "exports": exported_slots(rest, topology).sum(1, dtype=jnp.int32).max(),
+            "export_copies": export_count(rest, topology).max(),
+        }
 
-    chosen, exports = jax.vmap(one)(plans)
-    return chosen, exports.max()
+    chosen, left = jax.vmap(one)(plans)
+    return chosen, jax.tree.map(jnp.max, left)
 
 
 def _used(plans: LayerPlan, chosen: Array, topology: Topology) -> Bool[jax.Array, "L N G E"]:
