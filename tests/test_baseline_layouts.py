@@ -13,7 +13,7 @@ from relibra_jax.contract.plan import node_quota, rank_load, replica_experts
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import BALANCE, EMPTY, Price, Topology, layer_plans
 from relibra_jax.planning.baselines.feplb import feplb
-from relibra_jax.planning.baselines.foremoe import foremoe
+from relibra_jax.planning.baselines.foremoe import PICKED, PUBLISHED, foremoe
 from relibra_jax.planning.baselines.laer import copy_counts, laer
 from relibra_jax.planning.metrics import cross_node_load, replication_bound
 
@@ -138,7 +138,7 @@ def test_foremoe_moves_homes_only_for_a_gain():
     again = plan_with(foremoe(), load[:1], TWO_NODES, before=load[:1]).home
     np.testing.assert_array_equal(again, first)
     assert (plan_with(foremoe(), other[:1], TWO_NODES, before=load[:1]).home != first).any()
-    strict = plan_with(foremoe(least_gain=1.0), load[:1], TWO_NODES).home
+    strict = plan_with(foremoe(settings=PICKED._replace(least_gain=1.0)), load[:1], TWO_NODES).home
     np.testing.assert_array_equal(strict, contiguous)
 
 

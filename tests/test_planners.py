@@ -99,7 +99,8 @@ def compiled(name, topology):
 
 
 SEARCHING_IS_LONG = [
-    pytest.param(name, marks=pytest.mark.long if name.startswith("relibra") else ()) for name in PLANNERS
+    pytest.param(name, marks=pytest.mark.long if name.startswith(("relibra", "foremoe_")) else ())
+    for name in PLANNERS
 ]
 
 

@@ -10,7 +10,7 @@ from relibra_jax.contract.planner import Planner
 from relibra_jax.planning.assignment import Assign
 from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.feplb import feplb
-from relibra_jax.planning.baselines.foremoe import foremoe
+from relibra_jax.planning.baselines.foremoe import PUBLISHED, foremoe
 from relibra_jax.planning.baselines.laer import laer
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.lplb import lplb
@@ -135,6 +135,12 @@ PLANNERS: dict[str, PlannerEntry] = {
     "foremoe": PlannerEntry(
         planner=foremoe(),
         summary="ForeMoE: a base placement, whole experts moved in each micro-batch",
+        across_nodes=True,
+        reconstruction=True,
+    ),
+    "foremoe_published": PlannerEntry(
+        planner=foremoe(settings=PUBLISHED),
+        summary="ForeMoE by its text alone, without settings picked on a trace",
         across_nodes=True,
         reconstruction=True,
     ),
