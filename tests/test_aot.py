@@ -8,6 +8,7 @@ from experiments.aot.attention import PHASES, judge_attention
 from experiments.aot.attention import Measured as AttentionMeasured
 from experiments.aot.checks import BUFFER, EXCHANGES, STACKS, Case, Measured, Move, judge, stack_cases
 from experiments.aot.hlo import Program, RowPasses
+from experiments.aot.host import CASES, HostMeasured, judge_host
 from experiments.aot.late import Beside, judge_fetches
 from experiments.aot.migration import Migration, judge_migration
 from experiments.aot.pieces import Crossing, judge_crossings
@@ -191,3 +192,39 @@ def test_judge_fetches_wants_pieces_beside_attention_and_replicas_beside_home_ex
     assert [one.good for one in judge_fetches(sound)] == [True] * 4
     early = [one._replace(kernels=min(one.kernels, 2)) for one in sound[1:]]
     assert [one.good for one in judge_fetches(early)] == [False, True, True, False]
+
+
+HOST_PROGRAM = """HloModule step, is_scheduled=true
+
+%slice (p: bf16[5,8], i: s32[]) -> bf16[1,8] {
+  %p = bf16[5,8]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %cut = bf16[1,8]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (kept: bf16[5,8], i: s32[], x: bf16[8,8]) -> bf16[8,8] {
+  %kept = bf16[5,8]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %x = bf16[8,8]{1,0} parameter(2)
+  %out-start = (bf16[5,8]{1,0:S(5)}, bf16[5,8]{1,0}, u32[]) copy-start(%kept)
+  %on-host = bf16[5,8]{1,0:S(5)} copy-done(%out-start)
+  %cut-start = ((bf16[5,8]{1,0:S(5)}, s32[]), bf16[1,8]{1,0}, u32[]) fusion-start(%on-host, %i.1), calls=%slice
+  %product = bf16[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %cut-done = bf16[1,8]{1,0} fusion-done(%cut-start)
+  ROOT %sum = bf16[8,8]{1,0} add(%product, %x)
+}
+"""
+
+
+def test_copies_from_host_memory_are_counted_and_those_to_it_are_not():
+    (copy,) = Program.parse(HOST_PROGRAM).host_copies()
+    assert (copy.array, copy.times) == (("bf16", (1, 8)), 1)
+    assert [one.opcode for one in copy.between] == ["dot"]
+
+
+def test_host_replicas_are_judged_by_bytes_and_overlap():
+    case = CASES[1]
+    good = HostMeasured(copied=4 * 2 * EXPERT * 2, beside=[5, 4], linked=4 * 8 * 3 * EXPERT * 2 // 4)
+    assert all(finding.good for finding in judge_host(case, good))
+    for wrong in (good._replace(copied=0), good._replace(beside=[5, 0]), good._replace(linked=1)):
+        assert sum(finding.good is False for finding in judge_host(case, wrong)) == 1

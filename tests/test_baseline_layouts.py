@@ -13,7 +13,7 @@ from relibra_jax.contract.plan import node_quota, rank_load, replica_experts
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import BALANCE, EMPTY, Price, Topology, layer_plans
 from relibra_jax.planning.baselines.feplb import feplb
-from relibra_jax.planning.baselines.foremoe import PICKED, PUBLISHED, foremoe
+from relibra_jax.planning.baselines.foremoe import PICKED, foremoe
 from relibra_jax.planning.baselines.laer import copy_counts, laer
 from relibra_jax.planning.metrics import cross_node_load, replication_bound
 
@@ -126,6 +126,15 @@ def test_foremoe_moves_experts_whole_or_in_halves():
     ]
     assert all(moved in (whole, whole // 2) for moved, whole in moves)
     assert any(moved == whole for moved, whole in moves)
+
+
+def test_foremoe_by_its_text_shares_with_the_first_rank_with_room():
+    """Rank 0 gives half of expert 0 to rank 1, the first below the ideal load of 30; then expert 1 leaves rank 1."""
+    topology = Topology(num_nodes=1, ranks_per_node=4, num_experts=4, replica_slots=1)
+    load = jnp.zeros((2, 1, 1, 4, 4), jnp.int32).at[..., 0, :].set(jnp.array([80, 20, 10, 10]))
+    plan = plan_with(foremoe(settings=PUBLISHED), load, topology)
+    assert replica_experts(plan, topology)[0, 0, 0, :, 0].tolist() == [EMPTY, 0, 1, EMPTY]
+    assert rank_load(plan)[0, 0, 0].tolist() == [40, 40, 30, 10]
 
 
 @pytest.mark.slow

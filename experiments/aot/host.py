@@ -131,10 +131,11 @@ def _compile(case: Case) -> jax.stages.Compiled:
     kept = shape((nodes, local, KEPT, 3, MODEL.width, MODEL.expert_width), jnp.bfloat16, *RANKS)
     experts = shape((nodes, local, KEPT), jnp.int32)
     chosen = jax.ShapeDtypeStruct((1, LAYERS, nodes, local, TOPOLOGY.replica_slots), bool)
+    shares: Any = chosen, jax.ShapeDtypeStruct(experts.shape, jnp.int32)
     tables = jax.eval_shape(
         lambda plans, share: prepare_host(plans, share, case.sizes, parallel),
         plan_shapes(parallel, (1, LAYERS)),
-        HostShare(chosen, jax.ShapeDtypeStruct(experts.shape, jnp.int32)),
+        HostShare(*shares),
     )
     tables = jax.tree.map(lambda leaf: shape(leaf.shape[2:], leaf.dtype, *RANKS), tables)
 

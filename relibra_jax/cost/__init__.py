@@ -6,6 +6,7 @@
 `step_time`         the time of its layers: attention, experts, exchange, and the part of replica transfers that
                     attention does not hide
 `copies`            the time to transfer experts: replicas, residents, and experts that change home
+`host_slots`        how many replicas come from the host's memory
 `traffic`           the rows and experts that ranks send and receive
 `least_time`        a lower bound of the time of a batch over all plans
 `least_crossings`   a lower bound of the crossings between nodes, by `node_relaxation` and `token_weights`

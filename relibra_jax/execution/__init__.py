@@ -29,6 +29,8 @@ One optimizer update, without Flax::
         x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, layer_experts, layer, parallel).output
     gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
 
+Replicas may also come from the host's memory: `relibra_jax.execution.host_replicas`.
+
 The layer for Flax is in `relibra_jax.nnx`.
 """
 
@@ -45,6 +47,7 @@ from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layer, prepare_layers
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.execution.residents import Residents, check_residents, push_residents, return_gradients
+from relibra_jax.routing.host_share import share_with_host
 from relibra_jax.routing.sizes import (
     Capacities,
     check_capacities,
@@ -83,6 +86,7 @@ __all__ = [
     "return_gradients",
     "save_checkpoint",
     "select_experts",
+    "share_with_host",
     "start_nccl_ep",
     "worst_case_capacities",
 ]

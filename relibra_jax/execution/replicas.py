@@ -181,7 +181,9 @@ def _check_on_host(layer: PreparedLayer, experts: Array, parallel: ExpertParalle
 
 
 def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*ranks S"]:
-    """Return the experts in a layer's slots: the residents that were pushed, and the others of the plan."""
+    """Return the experts in a layer's slots: residents that were pushed, replicas that are kept, others of the plan."""
+    if layer.residents is None and layer.host_tables is None:
+        return layer.slot_expert
     planned = jnp.asarray(layer.slot_expert)
     homes, resident, replicas = jnp.split(planned, [topology.home_slots, topology.held_slots], axis=-1)
     if layer.residents is not None:
