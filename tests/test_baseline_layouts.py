@@ -13,7 +13,7 @@ from relibra_jax.contract.plan import node_quota, rank_load, replica_experts
 from relibra_jax.contract.planner import PlanRequest
 from relibra_jax.contract.types import BALANCE, EMPTY, Price, Topology, layer_plans
 from relibra_jax.planning.baselines.feplb import feplb
-from relibra_jax.planning.baselines.foremoe import PICKED, foremoe
+from relibra_jax.planning.baselines.foremoe import PICKED, PUBLISHED, foremoe
 from relibra_jax.planning.baselines.laer import copy_counts, laer
 from relibra_jax.planning.metrics import cross_node_load, replication_bound
 

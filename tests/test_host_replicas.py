@@ -185,12 +185,10 @@ def test_a_price_knows_the_way_from_the_host():
         dataclasses.replace(model, cluster=CLUSTER)
 
 
-@pytest.mark.parametrize(
-    ("count", "message"), [(0, "count=0 must be at least 1"), (3, "count=3 must be at least 1 and at most 2")]
-)
-def test_a_share_that_is_impossible_is_an_error(count, message):
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_share_that_is_impossible_is_an_error(count):
     _, load, plan, _, _ = case()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"count={count} must be an integer of at least 1 and at most 2"):
         share_with_host(layer_plans(plan, load), TOPOLOGY, count)
 
 
