@@ -162,10 +162,10 @@ def share_with_host(plans: LayerPlan, topology: Topology, count: int) -> tuple[H
     used = np.asarray(_used(each, moved[1].reshape(by_layer), topology))
     most = int(used.sum(-1).max())
     order = np.argsort(~used, axis=-1, kind="stable")[..., :most].astype(np.int32)
-    kept = np.where(np.take_along_axis(used, order, -1), order, EMPTY)
+    kept = jnp.asarray(np.where(np.take_along_axis(used, order, -1), order, EMPTY))
     sizes = jax.vmap(functools.partial(_layer_push, topology=keeping(topology, most)))(each.home[0], kept)
     push = PushSizes(**{name: int(size.max()) for name, size in sizes.items()})
-    return HostShare(chosen, jnp.asarray(kept)), HostSizes(
+    return HostShare(chosen, kept), HostSizes(
         copies=int(chosen.sum(-1).max()), **{name: int(size) for name, size in left.items()}, push=push
     )
 
