@@ -149,6 +149,11 @@ class CostModel:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least=1)
         check_integer("host_slots", self.host_slots, least=0)
+        if self.host_slots and self.late_replicas:
+            raise ValueError(
+                f"host_slots={self.host_slots}: replicas from the host arrive before experts run, not with"
+                " late_replicas=True"
+            )
         if self.host_slots and not self.cluster.host_bandwidth:
             raise ValueError(
                 f"host_slots={self.host_slots} needs the cluster's host_bandwidth, which is 0: give it, or take"
