@@ -14,7 +14,7 @@ import tyro
 
 import relibra_jax
 from experiments.rl.configs import Train
-from relibra_jax import nnx
+from relibra_jax import cost, execution, nnx
 from relibra_jax.cli.commands import COMMANDS
 from relibra_jax.cli.palette import SYSTEMS
 from relibra_jax.planning import baselines
@@ -53,7 +53,9 @@ def exists_in_python(name):
 def callable_named(name):
     if name in PLANNERS:
         return getattr(importlib.import_module(f"{baselines.__name__}.{name}"), name)
-    return getattr(relibra_jax, name, None) or getattr(nnx, name)
+    return next(
+        getattr(package, name) for package in (relibra_jax, nnx, execution, cost) if hasattr(package, name)
+    )
 
 
 def check(name):
