@@ -1,6 +1,6 @@
 """What replicas from host memory gain and cost, modelled, and what is kept there: for two clusters and two stages.
 
-    python -m experiments.host_replicas --trace recorded
+    python -m experiments.host_replicas recorded
 
 For every planner, the number of replicas that come from the host is chosen by the price
 (`relibra_jax.cost.host_slots`), for a recompute and for an update on their own. All times are modelled, not measured.
@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import TraceName
+from experiments.program import TraceName, run_program
 from relibra_jax.contract.types import EMPTY, Price, Topology
 from relibra_jax.cost.batch_time import BatchTime
 from relibra_jax.cost.cost_model import CostModel
@@ -24,6 +24,7 @@ from relibra_jax.evaluation import Batching, Costs, PlannedBatch, Ranks, make_se
 from relibra_jax.evaluation.prices import count_visits, time_of_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.routing.host_share import share_with_host
+from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 
 STAGES: Final = {"recompute": (0, True), "update": (1, False)}
@@ -61,8 +62,6 @@ class Kept(NamedTuple):
 
     plan: int
     """The most experts that its plan reads; those are kept."""
-    node: int
-    """All experts of its node, instead."""
     replicas: float
     """The mean number of replicas of a rank in a batch, which other ranks would send one by one."""
 
@@ -102,11 +101,17 @@ def count_what_is_kept(batch: PlannedBatch, topology: Topology) -> Kept:
     share, _ = share_with_host(plans, topology, topology.replica_slots)
     replicas = (plans.slot_expert[..., topology.held_slots :] != EMPTY).sum()
     per_rank = float(replicas) / (share.kept.shape[0] * topology.num_ranks)
-    return Kept(share.kept.shape[-1], topology.num_experts // topology.num_nodes, per_rank)
+    return Kept(share.kept.shape[-1], per_rank)
 
 
 def main(options: HostReplicas) -> None:
-    """Price the batches, and print one row for each planner, cluster and stage."""
+    """Price the batches, and print one row for each planner, cluster and stage.
+
+    Raises:
+        ValueError: if a planner or a cluster is unknown, or the trace cannot be read.
+    """
+    entries = {name: look_up("planner=", name, PLANNERS) for name in options.planners}
+    clusters = {name: look_up("cluster=", name, CLUSTERS) for name in options.clusters}
     trace = read_trace(options.trace or "recorded")
     topology = options.ranks.topology(trace.num_experts)
     slots = range(topology.replica_slots + 1)
@@ -114,27 +119,26 @@ def main(options: HostReplicas) -> None:
     headers = ("planner", "cluster", "stage", *(f"{slot}" for slot in slots), "exposed", "chosen", "kept")
     for header in headers:
         table.add_column(header, justify="left" if header in headers[:3] else "right")
-    for name in options.planners:
+    for name, entry in entries.items():
         setting = make_setting(trace, topology, batching=options.batching, cost=options.costs)
-        outcome = run_planner(name, PLANNERS[name], setting, timed_runs=0)
+        outcome = run_planner(name, entry, setting, timed_runs=0)
         batch = outcome.batches[-1]
         kept = count_what_is_kept(batch, topology)
-        for cluster in options.clusters:
-            model = dataclasses.replace(outcome.setting.cost_model, cluster=CLUSTERS[cluster])
-            model = dataclasses.replace(model, across_nodes=model.across_nodes or PLANNERS[name].across_nodes)
+        for label, cluster in clusters.items():
+            model = dataclasses.replace(outcome.setting.cost_model, cluster=cluster)
             for stage in STAGES:
                 priced = price_stage(batch, topology, model, stage)
                 table.add_row(
                     name,
-                    cluster,
+                    label,
                     stage,
                     *(f"{1e3 * seconds:.2f}" for seconds in priced.seconds),
                     " ".join(f"{1e3 * seconds:.2f}" for seconds in priced.exposed),
                     f"{priced.chosen}",
-                    f"{kept.plan} of {kept.node} for {kept.replicas:.1f} replicas",
+                    f"{kept.plan} for {kept.replicas:.1f} replicas",
                 )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(HostReplicas, prog="python -m experiments.host_replicas"))
+    sys.exit(run_program(main, HostReplicas))

@@ -54,9 +54,11 @@ def main(options: Conditions) -> None:
     """Run both sweeps, and write the numbers, the tables and a figure.
 
     Raises:
-        ValueError: if the trace cannot be read.
+        ValueError: if the trace cannot be read, or is too short for the longest micro-batch.
+        OSError: if the folder cannot be made.
     """
     console = Console(highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
     loads = read_loads(options.trace)
     cells: dict[str, list[Any]] = {"replication": [], "balanced_homes": [], "homes": []}
     sweeps: dict[str, Iterator[Any]] = {
@@ -73,7 +75,6 @@ def main(options: Conditions) -> None:
         {model: waiting_share(model, experts_alone=alone) for model in PAPER_MODELS}
         for alone in (False, True)
     )
-    options.out.mkdir(parents=True, exist_ok=True)
     numbers = {name: [cell._asdict() for cell in each] for name, each in cells.items()}
     write_json(
         options.out / "conditions.json",

@@ -125,8 +125,16 @@ def read_loads(trace: str | None, skews: Sequence[float] = SKEWS) -> list[Loads]
     Args:
         trace: the recorded trace.
         skews: the factors of the synthetic traces' skew.
+
+    Raises:
+        ValueError: if the trace cannot be read, or has fewer samples than the longest micro-batch.
     """
     traces = [read_trace(trace)] + [skewed_trace(skew) for skew in skews]
+    if len(traces[0].replay.expert_ids) < max(SAMPLES):
+        raise ValueError(
+            f"trace {traces[0].name} has {len(traces[0].replay.expert_ids)} samples, and the longest micro-batch of the"
+            f" sweep needs {max(SAMPLES)}"
+        )
     some = (some_layers(each, LAYERS) for each in traces)
     return [
         Loads(each.name, np.asarray(sample_load(each.replay, num_experts=each.num_experts))) for each in some

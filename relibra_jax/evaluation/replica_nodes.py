@@ -17,7 +17,7 @@ def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
     """Choose where replicas may be by the modelled time of the first batch, if the cost model leaves the choice.
 
     Replicas on other nodes make every fetch of replicas run over all ranks, so that one choice holds for all batches.
-    Only planners that take given homes choose; the others are run as published.
+    Only planners that take given homes choose; the others are run as published, and priced by where their replicas are.
 
     Args:
         entry: the planner, and how samples are assigned for it.
@@ -28,6 +28,8 @@ def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
     """
     planner, topology, cost_model = entry.planner, setting.topology, setting.cost_model
     several = topology.num_nodes > 1 and topology.replica_slots > 0
+    if entry.across_nodes:
+        return dataclasses.replace(setting, cost_model=dataclasses.replace(cost_model, across_nodes=True))
     if cost_model.across_nodes is not None or not planner.takes_homes or not several:
         return setting
     replay = setting.batches.replays[0]
