@@ -275,7 +275,15 @@ def test_popfetcher_without_transitions_expects_the_previous_batch():
 
 
 PRICE = Price(
-    token=1.0, copy=1.0, crossing=3.0, spread=2.0, move=0.0, push=0.0, fetch=24.0, fetch_across=60.0
+    token=1.0,
+    copy=1.0,
+    crossing=3.0,
+    spread=2.0,
+    move=0.0,
+    push=0.0,
+    fetch=24.0,
+    fetch_across=60.0,
+    weights_share=2 / 3,
 )
 """A copy saves 2 between nodes and 1 inside, and the gradient of an expert costs 20 and 8."""
 

@@ -104,6 +104,8 @@ def grouped_dot_float8(
         _check_scales(f"weight_scales[{number}]", scale, shape, row_scales.dtype)
     check_group_sizes(group_sizes, [len(buffer) for buffer in buffers])
     dtype = resolve_out_dtype(out_dtype, rows)
+    if implementation is None and row_scales.dtype != jnp.float32:
+        implementation = "xla"
     name = choose_implementation(
         implementation,
         IMPLEMENTATIONS,
@@ -129,8 +131,9 @@ def grouped_dot_float8(
 
 
 def _check_scales(name: str, scales: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if scales.shape != shape or scales.dtype != dtype or not jnp.issubdtype(dtype, jnp.floating):
-        expected = dtype if jnp.issubdtype(dtype, jnp.floating) else "floating"
+    is_wide = dtype in (jnp.float32, jnp.float64)
+    if scales.shape != shape or scales.dtype != dtype or not is_wide:
+        expected = dtype if is_wide else "float32"
         raise ValueError(f"{name}: expected {expected}{list(shape)}, found {describe(scales)}")
 
 

@@ -89,7 +89,10 @@ def run_planner(
     batches, timings = plan_in_turn(name, entry, setting, timed_runs=timed_runs)
     outcome = Outcome(name, entry, setting, batches, timings)
     cost_model = setting.cost_model
-    if not entry.late_replicas or cost_model.pieces > 1 or cost_model.fetch not in (AUTO, "padded"):
+    may_be_late = (
+        cost_model.pieces == 1 and not cost_model.host_slots and cost_model.fetch in (AUTO, "padded")
+    )
+    if not entry.late_replicas or not may_be_late:
         return outcome
     setting = dataclasses.replace(setting, cost_model=dataclasses.replace(cost_model, late_replicas=True))
     late = Outcome(name, entry, setting, batches, timings)

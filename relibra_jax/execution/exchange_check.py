@@ -61,15 +61,18 @@ def check_exchange(mesh: Mesh, *, tokens: int = 4096, width: int = 2048, exchang
     """
     with fail_together("the verdict on an exchange", OSError):
         write_verdict(mesh, BEGAN)
+    drawn, reason = _draw(mesh, tokens, width), ""
     steps: dict[str, Callable[[], Any]] = {}
-    reason = ""
-    try:
-        drawn = _draw(mesh, tokens, width)
-        steps = {kind: _step(mesh, kind, drawn) for kind in (exchange, *exchange_choices(on_gpu=True))}
-    except Exception as error:
-        reason = _one_line(error)
-    # If one process cannot compile the layers, the others must not wait for it in their exchanges.
-    if not processes_where(bool(reason)).size:
+    for kind in (exchange, *exchange_choices(on_gpu=True)):
+        try:
+            steps[kind] = _step(mesh, kind, drawn)
+        except Exception as error:
+            reason = _one_line(error)
+        # If one process cannot compile a layer, the others must not wait for it in what they run next.
+        failed = processes_where(bool(reason))
+        if failed.size:
+            break
+    else:
         try:
             reason = _why_not_right(steps, exchange) or _why_not_faster(steps, exchange)
         except Exception as error:

@@ -2,11 +2,12 @@
 
 Source: the transfer engine of ForeMoE (arXiv 2606.11867), which brings experts from the host's memory and from other
 devices at the same time. `relibra_jax.routing.host_share` says which replicas come from the host, and why a rank keeps
-those experts and no others. For each optimizer update::
+those experts and no others. All of this runs under jit, for each optimizer update::
 
-    on_host = keep_on_host(experts, plan.home, share, sizes, parallel, dtype=...)   before its first pass
-    tables = prepare_host(layer_plans, share, sizes, parallel)                      once a batch
-    layer = layers.layer(m).layer(l)._replace(on_host=on_host.layer(l), host_tables=tables.layer(m).layer(l))
+    on_host = keep_on_host(experts, plan.home, share, sizes, parallel, dtype=..., step=step)  before its first pass
+    tables = prepare_host(layer_plans, share, sizes, parallel)                                once a batch
+    kept = on_host.at(step).layer(l)
+    layer = layers.layer(m).layer(l)._replace(on_host=kept, host_tables=tables.layer(m).layer(l))
     layer_experts, x = fetch_replicas(experts[l], layer, x, parallel)
 
 XLA copies while the devices compute, on a stream of its own (``make aot``). Replicas return their gradients over the
@@ -19,6 +20,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import DTypeLike, Float, Int, Integer
 
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Plan, check_shape
@@ -97,7 +99,13 @@ def prepare_host(
 
     Returns:
         The tables, stacked ``[M, L]``.
+
+    Raises:
+        ValueError: if the share has other shapes than the plans.
     """
+    slots = np.shape(plans.slot_expert)
+    check_shape("share.from_host", share.from_host.shape, (*slots[:-1], parallel.topology.replica_slots))
+    check_shape("share.kept", share.kept.shape, (slots[1], *parallel.ranks, share.kept.shape[-1]))
     group = (0,) * len(parallel.data_axes)
     links_parallel = parallel.for_links(sizes) if sizes.links else None
 

@@ -68,7 +68,7 @@ def compute_homes_first(
     """Compute the rows of homes and residents while replicas arrive, and then the rows of replicas.
 
     Args:
-        compute: the function that computes groups of rows. Rows after the last group must have a gradient of zero.
+        compute: the function that computes groups of rows. Rows after the last group have no meaning.
         late: the replicas.
         rows: the rows ``[r, D]``, sorted by slot.
         weights: the weights of the homes, of the residents if there are any, and the pieces that this rank sends on.
@@ -85,8 +85,7 @@ def compute_homes_first(
     home, replica = _halves(compute, late, group_sizes)
     outputs = home(rows, held, row_scale)
     outputs, rows = jax.lax.optimization_barrier((outputs, rows))
-    row = jnp.arange(len(rows), dtype=jnp.int32)
-    is_home = row < group_sizes[: -late.slots].sum(dtype=jnp.int32)
+    is_home = _is_home(late, rows, group_sizes)
     return jnp.where(is_home[:, None], outputs, replica(rows, replicas, row_scale))
 
 
@@ -105,10 +104,17 @@ def _backward(compute, late, operands, d_outputs):
     _, pull = jax.vjp(replica, rows, replicas, row_scale)
     d_replica, d_replicas, d_replica_scale = pull(d_outputs)
     d_weights = (*d_held, *send_back(d_replicas))
-    return d_home + d_replica, d_weights, None, d_home_scale + d_replica_scale
+    is_home = _is_home(late, rows, group_sizes)
+    d_rows = jnp.where(is_home[:, None], d_home, d_replica)
+    return d_rows, d_weights, None, jnp.where(is_home, d_home_scale, d_replica_scale)
 
 
 compute_homes_first.defvjp(_forward, _backward)
+
+
+def _is_home(late: LateReplicas, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Mark the rows of homes and residents, which come first."""
+    return jnp.arange(len(rows), dtype=jnp.int32) < group_sizes[: -late.slots].sum(dtype=jnp.int32)
 
 
 def _assemble(late: LateReplicas, expert: tuple[int, ...], pieces: jax.Array) -> jax.Array:

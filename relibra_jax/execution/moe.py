@@ -43,7 +43,8 @@ class ExpertMlp(Protocol):
     It runs inside `jax.shard_map`, so that it may compare ranks along the mesh axes ``node`` and ``local``. The
     backward pass calls it again for its gradients, so what it keeps for them is computed there. It may not close over
     arrays that have gradients. Rows after the last group, their scales and the gradients of their outputs have no
-    meaning and may be NaN, which must not get into other rows or into gradients of weights.
+    meaning and may be NaN, which must not get into other rows or into gradients of weights. A layer with late replicas
+    calls it twice, each time with some of the groups.
     """
 
     def __call__(

@@ -190,13 +190,14 @@ def _held_experts(layer: PreparedLayer, topology: Topology) -> Int[Array, "*rank
         resident = jnp.broadcast_to(layer.residents.experts, resident.shape)
     if layer.host_tables is not None and layer.on_host is not None:
         slot = layer.host_tables.slot
-        place = layer.host_tables.place[..., : slot.shape[-1]]
+        place, sent = jnp.split(layer.host_tables.place, [slot.shape[-1]], axis=-1)
         kept = jnp.broadcast_to(layer.on_host.experts, (*slot.shape[:-1], layer.on_host.experts.shape[-1]))
         expert = jnp.where(slot == EMPTY, EMPTY, jnp.take_along_axis(kept, jnp.maximum(slot, 0), -1))
-        number = jax.lax.broadcasted_iota(place.dtype, (*replicas.shape, place.shape[-1]), replicas.ndim - 1)
+        number = jax.lax.broadcasted_iota(place.dtype, (*replicas.shape, 1), replicas.ndim - 1)
         fills = place[..., None, :] == number
         copied = jnp.where(fills, expert[..., None, :], EMPTY).max(-1)
-        replicas = jnp.where(fills.any(-1), copied, replicas)
+        is_sent = (sent[..., None, :] == number).any(-1)
+        replicas = jnp.where(fills.any(-1), copied, jnp.where(is_sent, replicas, EMPTY))
     return jnp.concatenate([homes, resident, replicas], axis=-1)
 
 

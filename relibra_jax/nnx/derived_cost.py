@@ -149,6 +149,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "across_nodes": parallel.across_nodes,
         "pieces": parallel.pieces,
         "late_replicas": parallel.late_replicas,
+        "host_slots": 0,  # no layer of a Balancer fetches from the host
         "sequences": sequences,
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,

@@ -160,13 +160,16 @@ def share_with_host(plans: LayerPlan, topology: Topology, count: int) -> tuple[H
     moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, len(lead) - 1), (plans, chosen))
     each = jax.tree.map(lambda leaf: leaf.reshape(-1, lead[1], *leaf.shape[len(lead) :]), moved[0])
     used = np.asarray(_used(each, moved[1].reshape(by_layer), topology))
-    most = int(used.sum(-1).max())
+    # A batch without replicas copies one expert that is EMPTY.
+    most = max(int(used.sum(-1).max()), 1)
     order = np.argsort(~used, axis=-1, kind="stable")[..., :most].astype(np.int32)
     kept = jnp.asarray(np.where(np.take_along_axis(used, order, -1), order, EMPTY))
     sizes = jax.vmap(functools.partial(_layer_push, topology=keeping(topology, most)))(each.home[0], kept)
     push = PushSizes(**{name: int(size.max()) for name, size in sizes.items()})
     return HostShare(chosen, kept), HostSizes(
-        copies=int(chosen.sum(-1).max()), **{name: int(size) for name, size in left.items()}, push=push
+        copies=max(int(chosen.sum(-1).max()), 1),
+        **{name: int(size) for name, size in left.items()},
+        push=push,
     )
 
 

@@ -17,7 +17,7 @@ What is ours:
 
 - An iteration is a micro-batch. Transitions are counted over the previous batch, not over 10 iterations.
 - The price is that of the planner's request, where an exchanged row, a computed copy and a fetch have theirs. A
-  gradient is one of the three transfers of a fetch. If nothing is paid for links, popularity alone decides.
+  gradient is the part of a fetch that sends no weights. If nothing is paid for links, popularity alone decides.
 - In (6) a rank computes what it fetches on top of what it received before, although others fetch from it as well. So
   every rank decides for itself, and balance is no reason to fetch. The paper's rule (13) follows from this form.
 - The cache of a machine (section 5.3.2), from which its ranks share an expert, is not built, nor are priorities of
@@ -37,9 +37,6 @@ from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Plan, Price, Topology
 from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
-
-TRANSFERS = 3
-"""The transfers in the price of a fetch: weights forward and backward, and the gradient."""
 
 
 @functools.cache
@@ -115,7 +112,7 @@ def _prefetch(
     expert = jnp.where(away, price.fetch_across, price.fetch)
     popularity = expected / jnp.maximum(expected.sum(), 1)
     tokens = own.sum(1, keepdims=True, dtype=jnp.int32) * popularity[None]
-    gain = tokens * (row - price.copy) - expert / TRANSFERS
+    gain = tokens * (row - price.copy) - expert * (1 - price.weights_share)
     links_are_free = jnp.asarray(price.crossing + price.spread) == 0
     pays = (rank != home_rank) & jnp.where(links_are_free, tokens > 0, gain > 0)
     slots = min(topology.replica_slots, topology.num_experts)
