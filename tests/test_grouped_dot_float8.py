@@ -143,7 +143,7 @@ def changed(place, change):
         ),
         (
             changed(1, lambda scales: scales.astype("int32")),
-            r"row_scales: expected floating\[81, 2\], found int32",
+            r"row_scales: expected float32\[81, 2\], found int32",
         ),
         (
             changed(2, lambda buffers: [buffer[:, :64] for buffer in buffers]),
