@@ -157,7 +157,12 @@ def test_moe_layer_live_equals_the_dense_layer_and_its_replay(scores):
     layer = layer_of(scores)
     # Home slots only, and a plan that was made for other loads.
     plan = None if scores == "softmax" else replayed()._replace(load=None)
-    live = nnx.jit(lambda layer, x, plan: layer(x, plan=plan, parallel=PARALLEL, mask=MASK))
+
+    @nnx.jit
+    def live(layer, x, plan):
+        experts, x = layer.fetch(x, plan, PARALLEL)
+        return layer(x, plan=plan, parallel=PARALLEL, experts=experts, mask=MASK)
+
     output, ids, logits, _ = live(layer, X, plan)
     assert ids.dtype == np.uint8
     assert ids.shape == (*SHAPE, TOP_K)

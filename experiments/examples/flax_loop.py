@@ -67,13 +67,14 @@ class Model(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, expert_ids, layers, parallel):
-        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``."""
+        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``, or None for both."""
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry)
         def run_blocks(x, block, expert_ids, layer):
             return block(x, expert_ids, layer, parallel)
 
-        x = run_blocks(self.embedding(tokens), self.blocks, jnp.moveaxis(expert_ids, -2, 0), layers)
+        routes = None if expert_ids is None else jnp.moveaxis(expert_ids, -2, 0)
+        x = run_blocks(self.embedding(tokens), self.blocks, routes, layers)
         return self.head(x)
 
 

@@ -218,7 +218,7 @@ class MoELayer(nnx.Module):
 
     @checks_arguments
     def fetch(
-        self, x: Num[Array, "B ..."], plan: LayerPlan | PreparedLayer, parallel: ExpertParallel
+        self, x: Num[Array, "B ..."], plan: LayerPlan | PreparedLayer | None, parallel: ExpertParallel
     ) -> tuple[LayerExperts, jax.Array]:
         """Fetch this layer's replicas while attention computes.
 
@@ -227,13 +227,16 @@ class MoELayer(nnx.Module):
 
         Args:
             x: the input of the transformer layer.
-            plan: the plan of this layer and micro-batch, the same as in the call of the layer.
+            plan: the plan of this layer and micro-batch, the same as in the call of the layer. None uses home slots
+                only, so that a model written for plans also routes live.
             parallel: the execution settings, the same as in the call of the layer.
 
         Returns:
             ``(experts, x)``, as `relibra_jax.execution.replicas.fetch_replicas` returns them. Use this ``x`` from here
             on. The experts have the layer's ``dtype``, or that of ``x`` if it is None.
         """
+        if plan is None:
+            plan = _home_plan(self.home[...], parallel)
         layer = plan if isinstance(plan, PreparedLayer) else prepare_fetch(plan, parallel)
         dtype = x.dtype if self.dtype is None else self.dtype
         if layer.residents is not None:
