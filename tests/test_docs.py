@@ -168,7 +168,8 @@ def check_flags(module, args):
     sources = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
     text = "\n".join(source.read_text() for source in sources)
     for flag in (word.removeprefix("--") for word in args if word.startswith("--")):
-        assert re.search(rf"\b{flag.replace('-', '_')}\b|--{flag}\b", text), f"{module} --{flag}"
+        name = flag.removeprefix("no-").replace("-", "_")  # --no-x switches the setting x off
+        assert re.search(rf"\b{name}\b|--{flag}\b", text), f"{module} --{flag}"
 
 
 def test_extras_that_pages_install_exist():
