@@ -10,7 +10,7 @@ AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 .PHONY: help demo compare claims attack lint types quick test test-slow all-tests docs bench aot aot-quick aot-compilers aot-full check check-long lowest x64 format hooks wheel \
-    lock clean
+    audit lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /@/' | column -t -s @
@@ -95,16 +95,35 @@ format: $(VENV)/installed  ## format the code
 hooks: .venv/installed  ## check format and style before every commit
 	.venv/bin/pre-commit install
 
-# TAG, if given, must name the version of the package: v0.1.0 for 0.1.0.
-wheel: .venv/installed  ## build a release in dist/, and try the wheel in an environment of its own
+# TAG, if given, must name the version of the package: v0.1.0 for 0.1.0. What builds the wheel and what it runs with
+# are packages of the lock, by their hashes. The wheel itself says which of them it needs.
+wheel: .venv/installed .venv-audit/installed  ## build a release in dist/, try its wheel, and list its parts in out/sbom.cdx.json
 	rm -rf dist .venv-wheel
 	.venv/bin/python -m build --no-isolation
 	.venv/bin/python -m twine check --strict dist/*
 	test -z "$(TAG)" || test -e dist/relibra_jax-$(TAG:v%=%)-py3-none-any.whl
-	"$(PYTHON)" -m venv .venv-wheel
-	.venv-wheel/bin/python $(PIP) "$$(echo dist/*.whl)[cli]"
+	.venv/bin/python -m venv --without-pip .venv-wheel
+	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+	    -r requirements-dev.lock -d .venv-wheel/packages
+	.venv/bin/python -m pip --python .venv-wheel/bin/python install --quiet --disable-pip-version-check --no-index \
+	    --find-links .venv-wheel/packages "$$(echo dist/*.whl)[cli]"
 	cd .venv-wheel && bin/relibra compare --rows static relibra
+	mkdir -p out
+	.venv-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+	    -o out/sbom.cdx.json .venv-wheel/bin/python
 	rm -rf .venv-wheel
+
+# Without requirements-lowest.lock, which has old versions on purpose.
+audit: .venv-audit/installed  ## look up the packages of the locks in the list of known vulnerabilities
+	for lock in dev aot audit; do \
+	    .venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements-$$lock.lock || exit 1; \
+	done
+
+.venv-audit/installed: requirements-audit.lock
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv --clear .venv-audit
+	.venv-audit/bin/python $(PIP) --require-hashes -r requirements-audit.lock
+	@touch $@
 
 .venv/installed: requirements-dev.lock pyproject.toml
 	@test -n "$(PYTHON)"
@@ -162,7 +181,9 @@ lock:  ## renew the locks
 	printf 'jax-cuda13-plugin==0.11.2\njax-cuda13-pjrt==0.11.2\nnvidia-cuda-nvcc==13.5.37\nnvidia-cuda-nvdisasm==13.5.37\nnvidia-nvvm==13.5.37\n' | .venv-lock/bin/uv pip compile --quiet --no-deps \
 	    --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --python "$(PYTHON)" \
 	    -o requirements-aot.lock -
+	printf 'cyclonedx-bom\npip-audit\n' | .venv-lock/bin/uv pip compile --quiet --universal --generate-hashes \
+	    --no-emit-index-url --no-emit-find-links --no-header --no-annotate --python "$(PYTHON)" -o requirements-audit.lock -
 	rm -rf .venv-lock
 
 clean:  ## remove environments and output
-	rm -rf .venv .venv-aot .venv-aot-newest .venv-aot-ptxas .venv-lock .venv-lowest .venv-newest .venv-wheel out dist
+	rm -rf .venv .venv-aot .venv-aot-newest .venv-aot-ptxas .venv-audit .venv-lock .venv-lowest .venv-newest .venv-wheel out dist

@@ -23,6 +23,15 @@ def test_workflows_call_targets_that_exist(name):
     assert called <= TARGETS, called - TARGETS
 
 
+def test_workflows_pin_actions_by_commit():
+    """Every action is named by a whole commit, with the version beside it for readers and for updates."""
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        actions = re.findall(r"uses: (.*)", path.read_text())
+        assert actions
+        for action in actions:
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
+
+
 def test_make_help_lists_every_target():
     listed = set(re.findall(r"^([a-z0-9-]+):.*##", MAKEFILE, re.MULTILINE))
     assert listed == TARGETS
