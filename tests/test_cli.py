@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from support.traces import save_small_trace
 
 from relibra_jax.cli.main import EXTRA, main
-from relibra_jax.contract.plan_files import load_plan
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import ablation
 from relibra_jax.planning.planners import PLANNERS
@@ -41,7 +41,9 @@ def check_written(folder, names, shown):
         assert f"{row['share_overlapped']:.1%}" in shown
         assert row["share_as_needed"] > row["share_of_balanced"] > row["share_planning_exposed"] > 0
         assert row["share_of_local"] <= row["share_of_balanced"] * 1.2
-    table = shown.split("imbalance: Max / mean")[0]
+    assert "--legend" in shown
+    assert "Max / mean" not in shown, "columns are explained on demand"
+    table = shown.split("columns: ")[0]
     assert "…" not in table, "no number is cut on a terminal of 80 characters"
     assert max(map(len, table.splitlines()[1:])) <= 124
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -67,7 +69,7 @@ def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch
     check_written(tmp_path, two_planners, shown)
     shown = " ".join(shown.split())
     for words in (
-        "2 resident slots",
+        "2 nodes x 2 ranks, 1 replica slot, 2 resident slots",
         " push ",
         " resid ",
         "hierarchical dispatch, 2 updates per batch, recompute, fitted exchange",
@@ -95,10 +97,13 @@ def test_compare_runs_every_variant_of_an_ablation(trace, tmp_path, capsys):
     check_written(tmp_path, ablation(), capsys.readouterr().out)
 
 
-def test_plan_can_be_read_back(trace, tmp_path):
-    out = tmp_path / "deep" / "plan.npz"
+def test_plan_can_be_read_back_by_the_line_that_it_prints(trace, tmp_path, capsys):
+    out = tmp_path / "deep [1]" / "plan.npz"
     assert main(["plan", str(trace), *SMALL, "--planner", "lplb", "--out", str(out)]) == 0
-    plan, topology = load_plan(out)
+    (line,) = re.findall("^in Python: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    names = {}
+    exec(line, names)
+    plan, topology = names["plan"], names["topology"]
     assert topology.num_experts == 16
     assert plan.quota.shape == (4, 2, 2, 2, topology.slots)
 

@@ -1,7 +1,9 @@
 """The HTML page of a comparison: whole in one file, escaped, and shown by a browser without a network."""
 
 import base64
+import contextlib
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
@@ -28,7 +30,9 @@ def written(trace, tmp_path_factory):
     """Return the folder of a comparison with a page."""
     folder = tmp_path_factory.mktemp("page")
     options = [*SMALL, "--rows", *ROWS, "--out", str(folder / "out"), "--html", str(folder / "page.html")]
-    assert main(["compare", str(trace), *options]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(["compare", str(trace), *options, "--legend"]) == 0
+    (folder / "shown").write_text(shown.getvalue())
     return folder
 
 
@@ -58,6 +62,7 @@ def test_compare_writes_a_page_that_holds_everything(written, trace):
         assert row[head.index("time")] == f"{expected['modelled_seconds']:.2f}s"
     for each in shown:
         assert each.meaning in page.text, "every column is explained"
+        assert f"{each.heading}: {each.meaning}" in " ".join((written / "shown").read_text().split())
 
 
 REFUSED = {

@@ -10,6 +10,7 @@ from experiments.multiplex.groups import Group
 from experiments.multiplex.simulation import ROLLOUT, TRAINING, conservative_durations, simulate
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import IDLE, INK, SERIES
+from relibra_jax.support.counted import counted
 
 WARM_UP = 30
 """Rounds that are not drawn: a group that starts empty needs a few of them until its schedule repeats."""
@@ -45,7 +46,8 @@ def draw_group(path: Path, group: Group, title: str) -> None:
         ("training", group.training_nodes, group.trainings),
     )
     names = [
-        f"{name} pool, {nodes} nodes\n{sum(times) / group.period:.0%} busy" for name, nodes, times in pools
+        f"{name} pool, {counted(nodes, 'node')}\n{sum(times) / group.period:.0%} busy"
+        for name, nodes, times in pools
     ]
     axes.set_yticks([ROLLOUT, TRAINING], names, fontsize=8)
     axes.invert_yaxis()

@@ -13,6 +13,7 @@ from experiments.multiplex.jobs import Job, Pools
 from experiments.multiplex.parking import Parking
 from experiments.multiplex.run_metrics import StepDurations
 from relibra_jax.cli.terminal import wide_table
+from relibra_jax.support.counted import counted
 
 TABLE_WIDTH: Final = 104
 
@@ -60,8 +61,8 @@ def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
             "jobs, in the order in which they alternate",
             lambda group: escape(" ".join(job.name for job in group.jobs)),
         ),
-        ("rollout", lambda group: f"{group.rollout_nodes} nodes"),
-        ("training", lambda group: f"{group.training_nodes} nodes"),
+        ("rollout", lambda group: counted(group.rollout_nodes, "node")),
+        ("training", lambda group: counted(group.training_nodes, "node")),
         ("period", lambda group: f"{group.period:.4g}s"),
         ("price/h", lambda group: f"{group.price(pools):.2f}"),
         ("slack", lambda group: f"{group.slack:.1%}"),

@@ -12,6 +12,7 @@ from experiments.rl.dry_run import DryRun
 from experiments.step_memory import counted_rows, host_bytes, memory_by_stage
 from relibra_jax.cost.batch_time import PARTS
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages
+from relibra_jax.support.counted import counted
 
 ROLES: Final = ("plan", "static", "balanced")
 """The columns of modelled times, in the order of `ModelledTimes`."""
@@ -80,13 +81,13 @@ def _settings(dry: DryRun) -> Table:
     rows = {
         "model": f"{config.model_name}, {model.layers} layers, {model.num_experts} experts, top-{model.top_k},"
         f" {model.dtype}",
-        "ranks": f"{topology.num_nodes} nodes x {topology.ranks_per_node}"
+        "ranks": f"{counted(topology.num_nodes, 'node')} x {topology.ranks_per_node}"
         + (f" x {copies} copies (data={config.data}, fsdp={config.fsdp})" if copies > 1 else "")
-        + f", {topology.replica_slots} replica and {topology.resident_slots} resident slots",
-        "batch": f"{config.prompts} prompts x {config.responses_per_prompt} responses of at most {config.prompt_tokens}"
-        f" + {config.response_tokens} tokens",
-        "step": f"{config.algorithm}, {config.epochs} epochs x {config.updates} updates x {config.micro_batches}"
-        f" micro-batches of at most {dry.sizes.sequences * tokens:,} tokens a rank",
+        + f", {counted(topology.replica_slots, 'replica slot')}, {counted(topology.resident_slots, 'resident slot')}",
+        "batch": f"{counted(config.prompts, 'prompt')} x {counted(config.responses_per_prompt, 'response')} of at most"
+        f" {config.prompt_tokens} + {config.response_tokens} tokens",
+        "step": f"{config.algorithm}, {counted(config.epochs, 'epoch')} x {counted(config.updates, 'update')} x"
+        f" {counted(config.micro_batches, 'micro-batch')} of at most {dry.sizes.sequences * tokens:,} tokens a rank",
         "planner": f"{config.planner}, price {config.price}",
         "hardware": f"{dry.hardware.name}, {dry.hardware.memory / 1e9:.1f} GB a device",
     }

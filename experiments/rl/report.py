@@ -16,6 +16,7 @@ from experiments.rl.step_clock import PLANNING
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, LINE_STYLES, SERIES, planner_style
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.counted import counted
 
 SMOOTH: Final = 7
 """The number of steps over which rewards are averaged, because a step's mean reward depends much on its prompts."""
@@ -78,8 +79,8 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     copies = config.data * config.fsdp
     setting = (
         f"{name}: {config.task_name}, {config.model_name}, {config.samples} samples per batch, {config.planner} on"
-        f" {'' if copies == 1 else f'{copies} groups of '}{config.ranks.nodes} nodes x"
-        f" {config.ranks.ranks_per_node} ranks"
+        f" {'' if copies == 1 else f'{copies} groups of '}{counted(config.ranks.nodes, 'node')} x"
+        f" {counted(config.ranks.ranks_per_node, 'rank')}"
     )
     figure, numbers = folder / "training.png", folder / SUMMARY_FILE
     write_json(numbers, {"setting": setting, "seeds": summary})

@@ -15,6 +15,7 @@ from experiments.watch.curves import learning_figures, short
 from experiments.watch.last_step import phase_bar, rank_bars
 from experiments.watch.run_data import Line, RunData, SeedData, is_number, values_of
 from relibra_jax.cli.pages import page_template
+from relibra_jax.support.counted import counted
 
 TEMPLATE: Final = Path(__file__).with_name("page.html.jinja")
 STEPS_OF_SAMPLES: Final = 3
@@ -68,7 +69,7 @@ def _lead(run: RunData) -> str:
     parts = [named.task_name, settings.get("algorithm"), named.model_name, settings.get("planner")]
     ranks = settings.get("ranks")
     if isinstance(ranks, dict) and "nodes" in ranks and "ranks_per_node" in ranks:
-        parts.append(f"{ranks['nodes']} nodes of {ranks['ranks_per_node']} ranks")
+        parts.append(f"{counted(ranks['nodes'], 'node')} of {counted(ranks['ranks_per_node'], 'rank')}")
     return " · ".join(str(part) for part in parts if part)
 
 

@@ -35,6 +35,7 @@ from relibra_jax.evaluation.predictors import make_predictors
 from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.evaluation.thresholds import EVEN_SHARES, PAYS, Point, route_some_evenly, threshold
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.counted import counted
 from relibra_jax.support.limits import check_positive
 from relibra_jax.traces.read import read_trace
 
@@ -118,7 +119,8 @@ def run_advise(options: Advise, console: Console) -> None:
         replayed = best_with_replay(fitting)
         prices = with_best(price_predictors(predictors, own, progress=progress), replayed)
     title = (
-        f"{trace.name} on {options.nodes} nodes x {options.ranks_per_node} ranks: {options.costs.model} on"
+        f"{trace.name} on {counted(options.nodes, 'node')} x {counted(options.ranks_per_node, 'rank')}:"
+        f" {options.costs.model} on"
         f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
     )
     console.print(advice_table(advice, limit, title), crop=False, soft_wrap=True)

@@ -30,6 +30,7 @@ from relibra_jax.evaluation import (
 )
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.atomic_write import write_json
+from relibra_jax.support.counted import counted
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
@@ -50,6 +51,8 @@ class Compare:
     """The names of the planners (rows of the table) to run."""
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A planner of your own as one more row, written module:attribute; see docs/guides/write-a-planner.md."""
+    legend: bool = False
+    """Explain the columns of the table below it."""
     out: Path = Path("out/compare")
     """The folder that the figures and the numbers are written to."""
     html: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: no page)")] = None
@@ -82,15 +85,16 @@ def run_compare(options: Compare, console: Console) -> None:
             bar.update(task, advance=1, description=name)
     micro_batches, layers = outcomes[0].rank_load.shape[:2]
     title = (
-        f"{micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
-        f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
-        + (f", {topology.resident_slots} resident slots" if topology.resident_slots else "")
+        f"{counted(micro_batches, 'micro-batch')} x {counted(layers, 'layer')}, {trace.num_experts} experts on"
+        f" {counted(topology.num_nodes, 'node')} x {counted(topology.ranks_per_node, 'rank')},"
+        f" {counted(topology.replica_slots, 'replica slot')}"
+        + (f", {counted(topology.resident_slots, 'resident slot')}" if topology.resident_slots else "")
     )
     console.print(comparison_table(outcomes, f"{trace.name}: {title}"), crop=False, soft_wrap=True)
     if any(outcome.entry.reconstruction for outcome in outcomes):
         console.print(RECONSTRUCTION, style="dim")
-    legend = "\n".join(f"{each.heading}: {each.meaning}" for each in table_columns(outcomes[0]))
-    console.print(legend, style="dim", highlight=False)
+    legend = [f"{each.heading}: {each.meaning}" for each in table_columns(outcomes[0])]
+    console.print("\n".join(legend if options.legend else [COLUMNS_HINT]), style="dim", highlight=False)
     priced = _priced(options.costs, setting.cost_model.on(topology))
     console.print(f"modelled times are for {priced}", style="dim")
     samples = _samples_used(options.batching, setting.batches.samples_left)
@@ -135,6 +139,7 @@ def choose_rows(
 
 
 NO_HISTORY: Final = "there is only one batch, so planners that plan from earlier batches had no history"
+COLUMNS_HINT: Final = "columns: --legend explains them"
 TIMELINE: Final = ("static", "eplb", "relibra")
 """The planners that the timeline shows, besides the user's own planners."""
 MOST_TIMELINES: Final = 4
@@ -172,7 +177,7 @@ def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _priced(costs: Costs, run: CostModel) -> str:
-    passes = f"{costs.updates} update{'s' * (costs.updates > 1)} per batch{', recompute' * costs.recompute}"
+    passes = f"{counted(costs.updates, 'update')} per batch{', recompute' * costs.recompute}"
     sequences = f"{run.sequences} sequences, {costs.tokens_per_rank:g} tokens per rank"
     return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {run.exchange} exchange, {sequences}"
 
@@ -187,5 +192,6 @@ def _settings(options: Compare, trace: Trace) -> dict[str, object]:
 
 def _samples_used(batching: Batching, left: int) -> str:
     if batching.bootstrap is not None:
-        return f"{batching.bootstrap} batches, whose samples were drawn from the trace with replacement, by domain"
-    return f"{left} samples at the end of the trace do not fill a batch and were not used" if left else ""
+        batches = counted(batching.bootstrap, "batch")
+        return f"{batches}, whose samples were drawn from the trace with replacement, by domain"
+    return f"samples at the end of the trace that fill no batch and were not used: {left}" if left else ""

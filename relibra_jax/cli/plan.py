@@ -13,6 +13,7 @@ from relibra_jax.contract.plan_files import save_plan
 from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting, run_planner
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.support.counted import counted
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 
@@ -37,7 +38,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
 
     Args:
         options: the trace, the planner, the settings, and the file to write.
-        console: the console that the imbalance of the plan is printed on.
+        console: the console that the imbalance of the plan, and the line that loads it, are printed on.
 
     Raises:
         ValueError: if the planner is unknown, or the trace and the settings do not fit each other. Nothing is written
@@ -52,8 +53,10 @@ def run_plan(options: MakePlan, console: Console) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(options.out, plan, topology)
     console.print(
-        f"{options.planner}: imbalance {batch_imbalance(rank_load(plan)):.4f} over {len(plan.quota)} micro-batches"
-        f"\nplan: {options.out}",
+        f"{options.planner}: imbalance {batch_imbalance(rank_load(plan)):.4f} over"
+        f" {counted(len(plan.quota), 'micro-batch')}\nplan: {options.out}"
+        f"\nin Python: from relibra_jax import load_plan; plan, topology = load_plan({str(options.out)!r})",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
