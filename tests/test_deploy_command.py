@@ -9,7 +9,9 @@ import pytest
 from experiments.deploy.__main__ import Deploy, main
 from experiments.deploy.best_deployments import InFlight, over_micro_batches
 from experiments.deploy.deployments import Deployment, Score, Search
+from experiments.deploy.figure import draw_deployment
 from experiments.program import run_program
+from relibra_jax.cli.drawing import save_figure
 
 FEW = ["--expert-groups", "4", "--replica-slots", "0", "1", "--attention-copies", "8", "16"]
 
@@ -20,14 +22,39 @@ def deploy(*args):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """The JSON report and the files of a small run on the recorded trace."""
-    out = tmp_path_factory.mktemp("deploy")
-    assert deploy(*FEW, "--slo", "0.04", "--out", out) == 0
-    return json.loads((out / "deploy.json").read_text()), sorted(path.name for path in out.iterdir())
+    """The JSON report and the files of a small run on the recorded trace, and the boxes of the labels of its figure.
+
+    The boxes are also those of a figure whose two lines cross.
+    """
+    out, boxes = tmp_path_factory.mktemp("deploy"), []
+
+    def save(figure, path):
+        figure.canvas.draw()
+        boxes.append([text.get_window_extent() for axes in figure.axes for text in axes.texts])
+        save_figure(figure, path)
+
+    def draw(path, points, planned, title):
+        crossing = [InFlight(m, *each) for m, each in enumerate([(6.0, 7.0), (17.5, 17.5), (18.5, 17.2)], 1)]
+        draw_deployment(path, crossing, planned, title)
+        draw_deployment(path, points, planned, title)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.deploy.figure.save_figure", save)
+        patch.setattr("experiments.deploy.__main__.draw_deployment", draw)
+        assert deploy(*FEW, "--slo", "0.04", "--out", out) == 0
+    return json.loads((out / "deploy.json").read_text()), sorted(path.name for path in out.iterdir()), boxes
+
+
+def test_labels_of_the_figure_do_not_overlap(deployed):
+    *_, figures = deployed
+    assert len(figures) == 2
+    for boxes in figures:
+        assert len(boxes) > 6
+        assert not any(first.overlaps(second) for first, second in itertools.combinations(boxes, 2))
 
 
 def test_deploy_writes_consistent_rows(deployed):
-    report, files = deployed
+    report, files, _ = deployed
     assert files == ["deploy.json", "deploy.png"]
     even, contiguous, planned = report["rows"].values()
     assert list(report["rows"]) == ["even (assumed)", "contiguous", "planned"]
@@ -50,7 +77,7 @@ def test_deploy_writes_consistent_rows(deployed):
 
 
 def test_deploy_gains_at_most_the_number_of_micro_batches(deployed):
-    report, _ = deployed
+    report, *_ = deployed
     points = report["micro_batches"]
     assert [point["micro_batches"] for point in points] == [1, 2, 3, 4]
     best = max(point["best"] for point in points)
