@@ -39,6 +39,11 @@ def bar_colours(axes):
     return colours
 
 
+def shown_texts(figure):
+    """Return the texts that stand in the axes of a figure."""
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
 def outcome(planner):
     """Return an outcome of no run, whose numbers are given instead of computed."""
     numbers = dict.fromkeys((each.name for each in COLUMNS), 1.2)
@@ -109,3 +114,7 @@ def test_layer_timeline_agrees_with_the_cost_model(tmp_path, figures, dispatch):
     for axes in figure.axes:
         names = [label.get_text() for label in axes.get_yticklabels()]
         assert names == ["node 0  rank 0", "1", "node 1  rank 0", "1"]
+    totals = [float(text.removesuffix(" ms")) for text in shown_texts(figure) if text.endswith(" ms")]
+    assert figure.axes[0].get_xlim() == (0, pytest.approx(max(totals), abs=0.05)), "it ends with the slowest"
+    if max(totals) - min(totals) > 0.1 * max(totals):
+        assert any(text.endswith(" ms less\nthan static") for text in shown_texts(figure))

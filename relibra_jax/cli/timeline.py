@@ -18,6 +18,8 @@ from relibra_jax.evaluation.layer_timeline import LayerTimeline, layer_timeline
 
 MOST_RANKS: Final = 16
 """The ranks of one planner that fit a figure; at least one node is drawn."""
+LEAST_LABELLED: Final = 0.1
+"""The least time, as a share of the longest layer, beside which its label fits."""
 COMPUTING, CROSSING, INSIDE = (-0.14, 0.44), (0.2, 0.14), (0.37, 0.14)
 """The three lanes of a rank: centre and height, in rows."""
 KEYS: Final = {
@@ -38,7 +40,8 @@ def timeline_figure(path: Path, outcomes: Sequence[Outcome]) -> None:
 
     The layer and the micro-batch are those of the last batch in which the first planner is most uneven. Each rank has
     three lanes: what it computes, what its links between nodes carry, and what its links inside the node carry. The
-    hops of hierarchical dispatch run one after the other.
+    hops of hierarchical dispatch run one after the other. All planners share one axis; behind the end of a layer stands
+    how much sooner it ends than the slowest.
 
     Args:
         path: the PNG file to write.
@@ -54,13 +57,15 @@ def timeline_figure(path: Path, outcomes: Sequence[Outcome]) -> None:
     figure, rows = plt.subplots(
         len(outcomes), figsize=(11, 1.2 + height * len(outcomes)), sharex=True, layout="constrained"
     )
-    longest = max(line.ends[-1] for line in lines.values())
+    slowest = max(lines, key=lambda name: lines[name].ends[-1])
+    longest = float(lines[slowest].ends[-1])
     for axes, outcome in zip(np.atleast_1d(rows), outcomes, strict=True):
         line = lines[outcome.planner]
         _draw_ranks(axes, line, nodes, topology)
         _part_samples(axes, outcome.batches[-1], micro_batch, line.attention, nodes, topology)
         _describe(axes, outcome.planner, line, nodes, topology, longest)
-    np.atleast_1d(rows)[0].set_xlim(0, 1.15 * longest)
+        _mark_saving(axes, float(line.ends[-1]), longest, slowest)
+    np.atleast_1d(rows)[0].set_xlim(0, longest)
     left_out = f"; {len(nodes)} of {topology.num_nodes} nodes drawn" * (len(nodes) < topology.num_nodes)
     np.atleast_1d(rows)[-1].set_xlabel(
         f"modelled milliseconds, forward pass of layer {layer} in micro-batch {micro_batch},"
@@ -152,18 +157,11 @@ def _describe(
             axes.annotate(name, middle, xytext=(0, 2), ha="center", fontsize=8, color="#555555", **above)
     total = f"{line.ends[-1]:.1f} ms"
     axes.annotate(total, (line.ends[-1], 1), xytext=(3, 2), fontsize=9, fontweight="bold", **above)
-    for number, node in enumerate(nodes):
-        sent = line.sent.reshape(-1, local)[node].sum()
-        axes.annotate(
-            f"node {node} has\n{_thousands(sent)} {unit}\nfor other nodes",
-            (line.ends[-1], (number + 0.5) * local - 0.5),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-        if number:
-            axes.axhline(number * local - 0.5, color=GRID, linewidth=1)
+    sent = (_thousands(line.sent.reshape(-1, local)[node].sum()) for node in nodes)
+    crossing = f"{unit} for other nodes, by node: {', '.join(sent)}"
+    axes.set_title(crossing, loc="right", fontsize=8, color=INK, pad=14)
+    for number in range(1, len(nodes)):
+        axes.axhline(number * local - 0.5, color=GRID, linewidth=1)
     names = [
         f"node {node}  rank {rank}" if not rank else f"{rank}" for node in nodes for rank in range(local)
     ]
@@ -171,6 +169,24 @@ def _describe(
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(count - 0.4, -0.6)
     bare(axes)
+
+
+def _mark_saving(axes: Axes, end: float, longest: float, slowest: str) -> None:
+    """Hatch the time from the end of a layer to that of the slowest planner, and write how long it is."""
+    if end == longest:
+        return
+    axes.axvspan(end, longest, facecolor="none", edgecolor=GRID, hatch="///", linewidth=0)
+    if longest - end > LEAST_LABELLED * longest:
+        axes.annotate(
+            f"{longest - end:.1f} ms less\nthan {slowest}",
+            ((end + longest) / 2, 0.5),
+            xycoords=axes.get_xaxis_transform(),
+            ha="center",
+            va="center",
+            fontsize=9,
+            parse_math=False,
+            bbox={"facecolor": "white", "edgecolor": "none"},
+        )
 
 
 def _thousands(count: float) -> str:
