@@ -163,6 +163,8 @@ class _Layer:
         self.copies = float(tokens * run.model.top_k)
         self.expert = float(self.number * run.model.expert_params)
         self.hops = even_hops(run, topology, tokens)
+        # A ragged hop shares its gathers with the hop before it.
+        self.shared = len(self.hops) > 1 and self.hops[-1].kind == "ragged"
 
     def operations(self, sample_tokens: int | None, *, checkpointed: bool) -> Iterator[Operation]:
         size = TABLE_BYTES * self.copies / 2
@@ -219,29 +221,28 @@ class _Layer:
         scope = "dispatch" if gates else "combine"
         if self.run.striped:
             yield from self._stripe(during, scope, gates=gates, suffix=suffix)
-        for hop, after in zip(self.hops, [*self.hops[1:], None], strict=True):
+        for hop in self.hops:
             if hop.ranks > 1:
                 yield from self._choice(during, scope, hop, suffix)
                 yield self._gather(_named("pack", hop, suffix), during, scope, hop.leaving, hop.buffer)
                 yield from self._exchange(during, scope, hop, gates=gates, suffix=suffix)
-            if (hop.kind != "ragged" or hop.ranks == 1) and not _is_ragged(after):
+            shares = self.shared and hop is self.hops[0]
+            if (hop.kind != "ragged" or hop.ranks == 1) and not shares:
                 yield self._gather(_named("pick", hop, suffix), during, scope, hop.arriving, hop.delivered)
 
     def _combine(self, during: Pass, *, gates: bool) -> Iterator[Operation]:
         """Yield the way of results back; in the backward pass, of the gradients of tokens and gates."""
         scope = "dispatch" if gates else "combine"
-        for before, hop, after in zip(
-            [None, *self.hops[:-1]][::-1], self.hops[::-1], [*self.hops[1:], None][::-1], strict=True
-        ):
+        first = self.hops[0]
+        for hop in reversed(self.hops):
             if hop.ranks > 1:
                 yield from self._choice(during, scope, hop, " back")
-                if hop.kind != "ragged" and not _is_ragged(after):
+                if hop.kind != "ragged" and not (self.shared and hop is first):
                     yield self._gather(_named("pack", hop, " back"), during, scope, hop.leaving, hop.buffer)
                 yield from self._exchange(during, scope, hop, gates=gates, suffix=" back")
             written = hop.elements
-            if before is not None and _is_ragged(hop):
-                kept = before.arriving / before.ranks
-                written = kept + (before.buffer if before.ranks > 1 else 0.0)
+            if self.shared and hop is not first:
+                written = first.arriving / first.ranks + (first.buffer if first.ranks > 1 else 0.0)
             yield self._gather(_named("sum", hop, ""), during, scope, hop.arriving, written)
         if self.run.striped:
             yield from self._stripe(during, scope, gates=gates, suffix=" back")
@@ -305,10 +306,6 @@ class _Layer:
         kind: tuple[Pass, Part, str] = (during, "replicas", "replica_fetch")
         yield Operation(f"{name}, copies", *kind, copies, copies, launches=1 + exchanges)
         yield Operation(name, *kind, size, size, inside=away * size, collectives=exchanges)
-
-
-def _is_ragged(hop: HopRows | None) -> bool:
-    return hop is not None and hop.kind == "ragged"
 
 
 def _named(name: str, hop: HopRows, suffix: str) -> str:
