@@ -260,7 +260,7 @@ def test_compare_measures_and_models_every_contender(tmp_path):
     for row in report["rows"].values():
         assert len(row["seconds"]) == 2
         assert sum(row["slow_bytes"]) > row["needed"]["slow"] > 0
-        assert sum(row["modelled"].values()) > 0
+        assert row["predicted"] == pytest.approx(sum(row["modelled"].values()), rel=0.05)
         assert row["phases"]["experts"][0] > 0
     assert (tmp_path / "gpt-oss-20b-2x1-2.png").stat().st_size > 0
 
@@ -322,7 +322,12 @@ def rows(**seconds):
     counts = {"slow_bytes": [1e6, 3e6], "fast_bytes": [0, 0], "needed": {"slow": 2e6, "fast": 0}}
     return {
         name.replace("_", " "): counts
-        | {"seconds": [value, 1.1 * value, 0.9 * value], "modelled": {"all": value}, "phases": phases}
+        | {
+            "seconds": [value, 1.1 * value, 0.9 * value],
+            "modelled": {"all": value},
+            "predicted": value,
+            "phases": phases,
+        }
         for name, value in seconds.items()
     }
 
@@ -372,7 +377,7 @@ def test_report_shows_speed_and_agreement(tmp_path):
     results = rows(static=4.0, ReLibra=2.5, forced_balanced=2.0)
     results["static"]["modelled"]["all"] = 5.0
     of = speeds(results)
-    assert of["static"] == Speed(0.5, 0.5 / 1.1, 0.5 / 0.9, 0.4)
+    assert of["static"] == Speed(0.5, 0.5 / 1.1, 0.5 / 0.9, 0.4, 0.5)
     assert agreement(of) == (1.0, 0.1, 0.2)
     report = {
         "rows": results,

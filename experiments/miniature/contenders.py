@@ -1,5 +1,6 @@
 """The compared runs, each prepared by `relibra_jax.nnx.Balancer` and trained as the Flax guide trains."""
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -100,6 +101,15 @@ RETURN: Final = 2
 """The transfers of a resident in an update: its weights out, its gradient back."""
 BALANCED: Final = "forced balanced"
 """The name of the run with the same tokens, routed to experts so that all of them get the same number."""
+
+
+def baseline_of(names: Iterable[str]) -> str:
+    """Return the name of the run that the others are compared with: the forced balanced one with the first exchange.
+
+    >>> baseline_of(contenders(1, ("fitted", "padded")))
+    'forced balanced, fitted'
+    """
+    return next(name for name in names if name.startswith(BALANCED))
 
 
 class Draw(NamedTuple):
@@ -246,6 +256,16 @@ class Run:
         micro_batches, layers = plan.load.shape[:2]
         parts = {part: float(value) for part, value in time.parts().items()}
         return parts | {"sums": micro_batches * layers * rates.sums}
+
+    def predicted(self, rates: Rates) -> float:
+        """Return the seconds of the update that the balancer itself expects of its plan, with the same sums as above.
+
+        Its crossings are those with which it planned, and not counted ones (`PreparedBatch.modelled_times`).
+        """
+        times = self.batch.modelled_times
+        assert times is not None
+        micro_batches, layers = self.batch.batch_plan.load.shape[:2]
+        return float(times.plan.total - times.plan.reorder) + micro_batches * layers * rates.sums
 
     @property
     def needed(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.table import Table
 
-from experiments.miniature.contenders import BALANCED
+from experiments.miniature.contenders import baseline_of
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import SERIES
 
@@ -29,6 +29,8 @@ class Speed(NamedTuple):
     """From its fastest update."""
     modelled: float | None
     """From the cost model with the measured rates; None for layers of another project, which it does not know."""
+    predicted: float | None
+    """From what the `Balancer` of the run expects of its plan (`PreparedBatch.modelled_times`); None likewise."""
 
     @property
     def error(self) -> float | None:
@@ -53,19 +55,20 @@ def speeds(rows: Mapping[str, Any]) -> dict[str, Speed]:
     Args:
         rows: the results of `experiments.miniature.updates`, with the seconds of updates and modelled parts.
 
-    >>> rows = {"static": {"seconds": [4.0, 5.0, 6.0], "modelled": {"compute": 8.0}}}
-    >>> rows["forced balanced"] = {"seconds": [4.0], "modelled": {"compute": 7.0}}
+    >>> rows = {"static": {"seconds": [4.0, 5.0, 6.0], "modelled": {"compute": 8.0}, "predicted": 8.75}}
+    >>> rows["forced balanced"] = {"seconds": [4.0], "modelled": {"compute": 7.0}, "predicted": 7.0}
     >>> speeds(rows)["static"]
-    Speed(measured=0.8, least=0.6666666666666666, most=1.0, modelled=0.875)
+    Speed(measured=0.8, least=0.6666666666666666, most=1.0, modelled=0.875, predicted=0.8)
     """
-    balanced = statistics.median(rows[BALANCED]["seconds"])
-    modelled = sum(rows[BALANCED]["modelled"].values())
+    base = rows[baseline_of(rows)]
+    balanced, modelled = statistics.median(base["seconds"]), sum(base["modelled"].values())
     return {
         name: Speed(
             balanced / statistics.median(row["seconds"]),
             balanced / max(row["seconds"]),
             balanced / min(row["seconds"]),
             modelled / sum(row["modelled"].values()) if row["modelled"] else None,
+            base["predicted"] / row["predicted"] if row["predicted"] else None,
         )
         for name, row in rows.items()
     }
@@ -77,13 +80,15 @@ def agreement(of: Mapping[str, Speed]) -> Agreement:
     Args:
         of: the speeds, as `speeds` returns them.
 
-    >>> agreement({"a": Speed(0.5, 0.5, 0.5, 0.6), "b": Speed(0.8, 0.8, 0.8, 0.8), BALANCED: Speed(1, 1, 1, 1)})
+    >>> static, even = Speed(0.5, 0.5, 0.5, 0.6, 0.6), Speed(1, 1, 1, 1, 1)
+    >>> agreement({"static": static, "EPLB": Speed(0.8, 0.8, 0.8, 0.8, 0.8), "forced balanced": even})
     Agreement(rank_correlation=1.0, median_error=0.1, largest_error=0.2)
     """
+    base = baseline_of(of)
     pairs = [
         (speed.measured, speed.modelled)
         for name, speed in of.items()
-        if name != BALANCED and speed.modelled is not None
+        if name != base and speed.modelled is not None
     ]
     errors = [abs(modelled / measured - 1) for measured, modelled in pairs]
     orders = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
@@ -99,7 +104,7 @@ def make_tables(report: Mapping[str, Any]) -> list[Table]:
     """
     rows = report["rows"]
     tables = [_ratios_table(report), _speed_table(rows), _bytes_table(rows)]
-    return [*tables, _phases_table(rows)] if rows[BALANCED]["phases"] else tables
+    return [*tables, _phases_table(rows)] if rows[baseline_of(rows)]["phases"] else tables
 
 
 def _ratios_table(report: Mapping[str, Any]) -> Table:
@@ -110,8 +115,8 @@ def _ratios_table(report: Mapping[str, Any]) -> Table:
 
 
 def _speed_table(rows: Mapping[str, Any]) -> Table:
-    columns = ("s per update", "speed", "slowest to fastest", "modelled", "error")
-    table = new_table("Speed, forced balanced = 100%", "contender", *columns)
+    columns = ("s per update", "speed", "slowest to fastest", "modelled", "error", "by its Balancer")
+    table = new_table(f"Speed, {baseline_of(rows)} = 100%", "contender", *columns)
     for name, speed in speeds(rows).items():
         table.add_row(
             name,
@@ -120,6 +125,7 @@ def _speed_table(rows: Mapping[str, Any]) -> Table:
             f"{speed.least:.1%} to {speed.most:.1%}",
             "" if speed.modelled is None else f"{speed.modelled:.1%}",
             "" if speed.error is None else f"{speed.error:+.1%}",
+            "" if speed.predicted is None else f"{speed.predicted:.1%}",
         )
     return table
 
@@ -137,7 +143,7 @@ def _bytes_table(rows: Mapping[str, Any]) -> Table:
 
 
 def _phases_table(rows: Mapping[str, Any]) -> Table:
-    names = list(rows[BALANCED]["phases"])
+    names = list(rows[baseline_of(rows)]["phases"])
     title = "Seconds of an update by phase, mean of the ranks, waits included; phases may overlap"
     table = new_table(title, "contender", *(name.replace("_", " ") for name in names))
     for name, row in rows.items():

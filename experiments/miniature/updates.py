@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments.interleaving import alternating
-from experiments.miniature.contenders import BALANCED, Draw, Run, contenders, draw_batches
+from experiments.miniature.contenders import Draw, Run, baseline_of, contenders, draw_batches
 from experiments.miniature.counters import sent_bytes
 from experiments.miniature.peers import PEERS, import_peers
 from experiments.miniature.phases import PHASES, REST, SUMS, scopes_of, seconds_by_phase
@@ -131,8 +131,9 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
     """
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
-    for name, contender in contenders(settings.replica_slots, settings.exchanges).items():
-        if (contender.peer or settings.names) and name not in (*settings.names, BALANCED):
+    known = contenders(settings.replica_slots, settings.exchanges)
+    for name, contender in known.items():
+        if (contender.peer or settings.names) and name not in (*settings.names, baseline_of(known)):
             continue
         with whole_core():
             begin = time.perf_counter()
@@ -180,6 +181,7 @@ def _measure_rows(runs: dict[str, Run], rates: Rates, repeats: int) -> dict[str,
             "slow_bytes": each[-1][2].tolist(),
             "needed": runs[name].needed,
             "modelled": None if runs[name].contender.peer else runs[name].modelled(rates),
+            "predicted": None if runs[name].contender.peer else runs[name].predicted(rates),
             "phases": None,
         }
         for name, each in results.items()
