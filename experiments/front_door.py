@@ -3,10 +3,11 @@
 The first table plans held-out samples of a trace through `relibra compare`'s runs, `plan_batch`, and the functions with
 which `Balancer.prepare` plans, with the same price, state and random key. All of them must give the same plan, bit for
 bit.
-The second table prices plans as their exchanges send them: only the rows that are needed, with the hops between and
-inside nodes at the same time or one after the other; lanes as long as the longest of the layer and micro-batch, as a
-fitted exchange sends them; with the spare room that buffers have by default; and in two and four pieces. The ideal is
-always the balanced run whose exchange needs no padding, in one piece; the last columns have the balanced run in pieces.
+The second table prices the plans of `plan_batch`, with samples assigned, as their exchanges send them: only the rows
+that are needed, with the hops between and inside nodes at the same time or one after the other; lanes as long as the
+longest of the layer and micro-batch, as a fitted exchange sends them; with the spare room that buffers have by default;
+and in two and four pieces. The ideal is always the balanced run whose exchange needs no padding, in one piece; the last
+columns have the balanced run in pieces.
 Homes were planned beforehand, on samples that come before those of the batch. All
 times are modelled.
 """
@@ -14,6 +15,7 @@ times are modelled.
 import dataclasses
 import functools
 import gc
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -53,12 +55,6 @@ from relibra_jax.traces.trace import Trace, make_trace, some_layers
 
 PIECES: Final = (2, 4)
 """The numbers of pieces of the second table."""
-COSTS: Final = Costs(sequence_layout="packed")
-"""What is priced: GPT-OSS-20B on H100, in packed sequences."""
-ROADS: Final = (("2x8", 0), ("2x8", 1), ("4x8", 0))
-"""The ranks and resident slots of the first table. On 4x8 ranks, a rank has one sample by default."""
-PLANS: Final = (("2x4", 1, True), ("4x4", 1, True), ("4x4", 0, False))
-"""The ranks, resident slots and whether samples are assigned, of the second table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +65,14 @@ class FrontDoor:
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     record: Path | None = None
     """The JSON file for the numbers. None writes no file."""
+    model: str = "gpt-oss-20b"
+    """The model whose sizes are priced, on H100."""
+    ranks: tuple[str, ...] = ("2x8", "4x8")
+    """The topologies, each as nodes x local ranks."""
+    residents: tuple[int, ...] = (0, 1)
+    """The numbers of resident slots of a rank."""
+    replica_slots: int = 2
+    """The number of replica slots of a rank."""
     samples: int = 256
     """The number of samples of the batch. The remaining samples of the trace are the previous batch."""
     micro_batches: int = 8
@@ -77,6 +81,11 @@ class FrontDoor:
     """The number of layers of the trace, evenly spaced."""
     seed: int = 0
     """The seed of the planner, and of the assignment of samples."""
+
+
+def costs_of(config: FrontDoor) -> Costs:
+    """Return what is priced: the model on H100, in packed sequences."""
+    return Costs(model=config.model, sequence_layout="packed")
 
 
 def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Setting:
@@ -96,7 +105,7 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Se
         num_nodes=nodes,
         ranks_per_node=local,
         num_experts=trace.num_experts,
-        replica_slots=2,
+        replica_slots=config.replica_slots,
         resident_slots=residents,
     )
     check_integer("samples", config.samples, least=config.micro_batches)
@@ -110,7 +119,7 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Se
     before, batch = (RoutingReplay(*(np.asarray(leaf)[part] for leaf in trace.replay)) for part in parts)
     batching = Batching(batch_size=config.samples, micro_batches=config.micro_batches, seed=config.seed)
     priced = make_setting(
-        make_trace(batch, trace.num_experts, trace.name), topology, batching=batching, cost=COSTS
+        make_trace(batch, trace.num_experts, trace.name), topology, batching=batching, cost=costs_of(config)
     )
     case = dataclasses.replace(priced, batches=Batches([before, batch], config.micro_batches, 1, 0))
     return with_replica_nodes(with_samples_assigned("relibra"), case)
@@ -216,69 +225,57 @@ def _equal(one: Outcome, other: Outcome) -> bool:
     return all(np.array_equal(*pair) for pair in zip(*plans, strict=True))
 
 
-def compare_roads(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
-    """Return the first table and its numbers."""
-    table = Table(
-        title="share of balanced, as sent by default (as needed), %; '=' marks equal plans",
-        title_justify="left",
-    )
-    table.add_column("entry")
-    rows: list[dict[str, Any]] = []
-    cells: dict[str, list[str]] = {}
-    for ranks, residents in ROADS:
-        table.add_column(f"{ranks}, {residents or 'no'} resident", justify="right")
-        case = make_case(trace, config, ranks, residents)
-        padded_cost = dataclasses.replace(case.cost_model, sequences="padded")
-        roads = plan_roads(case)
-        padded = plan_roads(dataclasses.replace(case, cost_model=padded_cost), only=PREPARE)
-        lines = [(road, outcome, "packed") for road, outcome in roads.items()]
-        lines += [(road, outcome, "padded") for road, outcome in padded.items()]
-        for road, outcome, layout in lines:
-            equal = outcome is roads[PREPARE]
-            sent, needed = outcome.share_of_balanced, outcome.share_as_needed
-            row = {"ranks": ranks, "residents": residents, "entry": road, "sequences": layout}
-            rows.append({**row, "sent": sent, "needed": needed, "same_plan": equal})
-            name = f"{road}, a sequence for each sample" if layout == "padded" else road
-            cells.setdefault(name, []).append(f"{100 * sent:.1f} ({100 * needed:.1f}){' =' * equal}")
-        _forget_programs()
-    for road, texts in cells.items():
-        table.add_row(road, *texts)
-    return table, rows
-
-
-def price_as_sent(trace: Trace, config: FrontDoor) -> tuple[Table, list[dict[str, Any]]]:
-    """Return the second table and its numbers."""
-    table = Table(title="the same plans as they are sent, share of balanced, %", title_justify="left")
-    in_pieces, balanced = ([f"{name}{number} pieces" for number in PIECES] for name in ("", "balanced, "))
-    for column in (
-        "plan",
-        "needed, hops at once",
-        "hops in turn",
-        "fitted lanes",
-        "+ spare room",
-        *in_pieces,
-        *balanced,
-    ):
-        table.add_column(column, justify="left" if column == "plan" else "right")
-    rows = []
-    for ranks, residents, assigned in PLANS:
-        case = make_case(trace, config, ranks, residents)
-        road = "plan_batch" if assigned else NOT_ASSIGNED
-        outcome = plan_roads(case, only=road)[road]
-        shares = {
-            "hops_at_once": hops_at_once(outcome),
-            "needed": outcome.share_as_needed,
-            "lanes": share_without_spare_room(outcome),
+def road_rows(case: Setting, roads: dict[str, Outcome]) -> list[dict[str, Any]]:
+    """Return the lines of the first table for one case: every entry, and a Balancer with padded sequences."""
+    padded_cost = dataclasses.replace(case.cost_model, sequences="padded")
+    padded = plan_roads(dataclasses.replace(case, cost_model=padded_cost), only=PREPARE)
+    lines = [*roads.items(), (f"{PREPARE}, a sequence for each sample", padded[PREPARE])]
+    return [
+        {
+            "entry": entry,
             "sent": outcome.share_of_balanced,
+            "needed": outcome.share_as_needed,
+            "same_plan": outcome is roads[PREPARE],
         }
-        pairs = [shares_in_pieces(outcome, pieces) for pieces in PIECES]
-        shares |= {f"pieces_{pieces}": plan for pieces, (plan, _) in zip(PIECES, pairs, strict=True)}
-        shares |= {f"balanced_{pieces}": even for pieces, (_, even) in zip(PIECES, pairs, strict=True)}
-        name = f"{ranks}, {residents or 'no'} resident" + ", assigned" * assigned
-        table.add_row(name, *(f"{100 * share:.1f}" for share in shares.values()))
-        rows.append({"ranks": ranks, "residents": residents, "assigned": assigned, **shares})
-        _forget_programs()
-    return table, rows
+        for entry, outcome in lines
+    ]
+
+
+def price_as_sent(outcome: Outcome) -> dict[str, float]:
+    """Return the line of the second table for one plan."""
+    pairs = [shares_in_pieces(outcome, pieces) for pieces in PIECES]
+    return {
+        "needed, hops at once": hops_at_once(outcome),
+        "hops in turn": outcome.share_as_needed,
+        "fitted lanes": share_without_spare_room(outcome),
+        "+ spare room": outcome.share_of_balanced,
+        **{f"{pieces} pieces": plan for pieces, (plan, _) in zip(PIECES, pairs, strict=True)},
+        **{f"balanced, {pieces} pieces": even for pieces, (_, even) in zip(PIECES, pairs, strict=True)},
+    }
+
+
+def roads_table(cases: dict[str, list[dict[str, Any]]]) -> Table:
+    """Return the first table, with a column for each case."""
+    title = "share of balanced, as sent by default (as needed), %; '=' marks equal plans"
+    table = Table("entry", title=title, title_justify="left")
+    for case in cases:
+        table.add_column(case, justify="right")
+    for lines in zip(*cases.values(), strict=True):
+        cells = [
+            f"{100 * row['sent']:.1f} ({100 * row['needed']:.1f}){' =' * row['same_plan']}" for row in lines
+        ]
+        table.add_row(lines[0]["entry"], *cells)
+    return table
+
+
+def sent_table(cases: dict[str, dict[str, float]]) -> Table:
+    """Return the second table, with a line for each case."""
+    table = Table("plan", title="the same plans as they are sent, share of balanced, %", title_justify="left")
+    for column in next(iter(cases.values())):
+        table.add_column(column, justify="right")
+    for case, shares in cases.items():
+        table.add_row(case, *(f"{100 * share:.1f}" for share in shares.values()))
+    return table
 
 
 def _forget_programs() -> None:
@@ -297,14 +294,20 @@ def main(config: FrontDoor) -> None:
         ValueError: if the trace does not fit the settings.
     """
     trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=140)
-    roads, road_rows = compare_roads(trace, config)
-    console.print(roads)
-    sent, sent_rows = price_as_sent(trace, config)
-    console.print(sent)
-    if config.record is not None:
-        settings = {name: getattr(config, name) for name in ("samples", "micro_batches", "layers", "seed")}
-        about = {"trace": trace.name, **dataclasses.asdict(COSTS), **settings}
-        write_json(config.record, {**about, "roads": road_rows, "sent": sent_rows})
+    roads, sent = {}, {}
+    for ranks, residents in itertools.product(config.ranks, config.residents):
+        name, case = f"{ranks}, {residents or 'no'} resident", make_case(trace, config, ranks, residents)
+        outcomes = plan_roads(case)
+        roads[name], sent[name] = road_rows(case, outcomes), price_as_sent(outcomes["plan_batch"])
+        _forget_programs()
+        if config.record is not None:  # after every case: one takes minutes
+            settings = {
+                field: value for field, value in dataclasses.asdict(config).items() if field != "record"
+            }
+            about = settings | dataclasses.asdict(costs_of(config)) | {"trace": trace.name}
+            write_json(config.record, about | {"roads": roads, "sent": sent})
+    console.print(roads_table(roads))
+    console.print(sent_table(sent))
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ from rich.table import Table
 
 from experiments.miniature.contenders import baseline_of
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.palette import SERIES
+from relibra_jax.cli.palette import INK, SERIES
 
 
 class Speed(NamedTuple):
-    """The speed of a contender, relative to the forced balanced run."""
+    """The speed of a contender, relative to the forced balanced run of the same round."""
 
     measured: float
-    """From the medians of the timed updates."""
+    """The median over the rounds of updates, in each of which every contender runs once."""
     least: float
-    """From its slowest update."""
+    """In the round in which it was slowest."""
     most: float
-    """From its fastest update."""
+    """In the round in which it was fastest."""
     modelled: float | None
     """From the cost model with the measured rates; None for layers of another project, which it does not know."""
     predicted: float | None
@@ -55,23 +55,22 @@ def speeds(rows: Mapping[str, Any]) -> dict[str, Speed]:
     Args:
         rows: the results of `experiments.miniature.updates`, with the seconds of updates and modelled parts.
 
-    >>> rows = {"static": {"seconds": [4.0, 5.0, 6.0], "modelled": {"compute": 8.0}, "predicted": 8.75}}
-    >>> rows["forced balanced"] = {"seconds": [4.0], "modelled": {"compute": 7.0}, "predicted": 7.0}
+    >>> rows = {"static": {"seconds": [4.0, 5.0, 8.0], "modelled": {"compute": 8.0}, "predicted": 8.75}}
+    >>> rows["forced balanced"] = {"seconds": [4.0, 4.0, 4.0], "modelled": {"compute": 7.0}, "predicted": 7.0}
     >>> speeds(rows)["static"]
-    Speed(measured=0.8, least=0.6666666666666666, most=1.0, modelled=0.875, predicted=0.8)
+    Speed(measured=0.8, least=0.5, most=1.0, modelled=0.875, predicted=0.8)
     """
     base = rows[baseline_of(rows)]
-    balanced, modelled = statistics.median(base["seconds"]), sum(base["modelled"].values())
-    return {
-        name: Speed(
-            balanced / statistics.median(row["seconds"]),
-            balanced / max(row["seconds"]),
-            balanced / min(row["seconds"]),
-            modelled / sum(row["modelled"].values()) if row["modelled"] else None,
-            base["predicted"] / row["predicted"] if row["predicted"] else None,
-        )
-        for name, row in rows.items()
-    }
+
+    def speed(row: Mapping[str, Any]) -> Speed:
+        rounds = [even / own for even, own in zip(base["seconds"], row["seconds"], strict=True)]
+        measured = statistics.median(rounds), min(rounds), max(rounds)
+        if row["modelled"] is None:
+            return Speed(*measured, None, None)
+        modelled = sum(base["modelled"].values()) / sum(row["modelled"].values())
+        return Speed(*measured, modelled, base["predicted"] / row["predicted"])
+
+    return {name: speed(row) for name, row in rows.items()}
 
 
 def agreement(of: Mapping[str, Speed]) -> Agreement:
@@ -115,7 +114,7 @@ def _ratios_table(report: Mapping[str, Any]) -> Table:
 
 
 def _speed_table(rows: Mapping[str, Any]) -> Table:
-    columns = ("s per update", "speed", "slowest to fastest", "modelled", "error", "by its Balancer")
+    columns = ("s per update", "speed", "by round", "modelled", "error", "by its Balancer")
     table = new_table(f"Speed, {baseline_of(rows)} = 100%", "contender", *columns)
     for name, speed in speeds(rows).items():
         table.add_row(
@@ -160,7 +159,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def draw_speeds(path: Path, report: Mapping[str, Any]) -> None:
-    """Draw measured beside modelled speed of every contender, with the spread of its updates.
+    """Draw measured beside modelled speed of every contender, with the range of the rounds.
 
     Args:
         path: the PNG file to write.
@@ -168,21 +167,32 @@ def draw_speeds(path: Path, report: Mapping[str, Any]) -> None:
     """
     of = speeds(report["rows"])
     at = np.arange(len(of))[::-1]
-    measured = 100 * np.array([speed.measured for speed in of.values()])
-    spread = [
-        measured - 100 * np.array([speed.least for speed in of.values()]),
-        100 * np.array([speed.most for speed in of.values()]) - measured,
-    ]
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(of) + 1.2), layout="constrained")
-    axes.barh(
-        at + 0.2, measured, 0.38, xerr=spread, color=SERIES[0], label="measured, slowest to fastest update"
+    measured, least, most = (100 * np.array([each[part] for each in of.values()]) for part in range(3))
+    modelled = [(y, 100 * each.modelled) for y, each in zip(at, of.values(), strict=True) if each.modelled]
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(of) + 1.3), layout="constrained")
+    axes.axvline(100, color=INK, linewidth=0.8, linestyle=":", label=f"{baseline_of(of)} run")
+    axes.errorbar(
+        measured,
+        at,
+        xerr=[measured - least, most - measured],
+        fmt="o",
+        color=SERIES[0],
+        capsize=3,
+        linewidth=1.2,
+        label="measured: median and range of the rounds",
     )
-    modelled = [100 * (speed.modelled or 0) for speed in of.values()]
-    axes.barh(at - 0.2, modelled, 0.38, color=SERIES[1], label="modelled with the measured rates")
+    heights, shares = zip(*modelled, strict=True)
+    axes.plot(
+        shares,
+        heights,
+        "D",
+        color=SERIES[1],
+        markerfacecolor="none",
+        label="modelled with the measured rates",
+    )
     axes.set_yticks(at, list(of))
-    axes.axvline(100, color="0.5", linewidth=0.8)
-    axes.set_xlabel("speed of a whole update, forced balanced = 100%")
-    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    axes.set_xlabel(f"speed of a whole update, {baseline_of(of)} = 100%")
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderpad=0)
     bare(axes, "x")
     save_figure(figure, path)
 

@@ -116,7 +116,7 @@ def _draw_micro_batches(axes: Axes, outcomes: Sequence[Outcome]) -> None:
             markevery=max(1, len(over_layers) // 12),
             label=outcome.planner,
         )
-    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":", label="even")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("micro-batch")
     axes.set_ylabel("imbalance over all layers")
