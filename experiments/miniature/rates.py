@@ -25,8 +25,9 @@ from relibra_jax.nnx.variables import ExpertParam
 
 PASSES: Final = 3
 """A forward pass, and a backward pass that costs two."""
-SMALL, LARGE = 1 << 14, 1 << 18
-"""The bytes that a rank sends to each other in the two exchanges."""
+SMALL, LARGE = 1 << 14, 1 << 22
+"""The bytes that a rank sends to each other in the two exchanges. The large one takes much longer than ranks wait for each
+other, and is as large as those of a layer."""
 LATEST: Final = 0.05
 """The most seconds by which a rank arrives late."""
 LENGTHS: Final = (64, 448)
