@@ -1,15 +1,15 @@
-"""``python -m experiments.front_door TRACE``: whether every entry to planning gives the plan that is shown.
+"""``python -m experiments.front_door TRACE``: check that every entry point to planning gives the plan that is shown.
 
 The first table plans held-out samples of a trace through `relibra compare`'s runs, `plan_batch`, and the functions with
 which `Balancer.prepare` plans, with the same price, state and random key. All of them must give the same plan, bit for
 bit.
+
 The second table prices the plans of `plan_batch`, with samples assigned, as their exchanges send them: only the rows
 that are needed, with the hops between and inside nodes at the same time or one after the other; lanes as long as the
 longest of the layer and micro-batch, as a fitted exchange sends them; with the spare room that buffers have by default;
 and in two and four pieces. The ideal is always the balanced run whose exchange needs no padding, in one piece; the last
 columns have the balanced run in pieces.
-Homes were planned beforehand, on samples that come before those of the batch. All
-times are modelled.
+Homes were planned beforehand, on samples that come before those of the batch. All times are modelled.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ PIECES: Final = (2, 4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontDoor:
-    """Plan the same batch through every entry, and price plans as they are sent."""
+    """Plan the same batch through every entry point, and price plans as they are sent."""
 
     trace: TraceName = None
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""

@@ -35,7 +35,8 @@ class Curve(NamedTuple):
     reward: list[float]
     """The mean reward on the evaluation prompts."""
     slots_used_share: float | None
-    """The share of samples times decoding steps in which a token was sampled, in the whole run. None before it."""
+    """The share of samples times decoding steps in which a token was sampled, in the whole run. None without steps that
+    learn."""
     explained_variance: float | None
     """The mean explained variance of the critic in the second half of the run. None without a critic."""
 

@@ -41,7 +41,7 @@ LAYERS: Final = 3
 SHARDS: Final = 16
 """The number of data-parallel groups over which optimizer state is sharded, so that it fits in every cell."""
 AHEAD: Final = 1.002
-"""The ratio of times from which on a rival counts as ahead."""
+"""The ratio of times above which another planner counts as ahead."""
 RIVALS: Final = tuple(name for name in PLANNERS if name != "relibra")
 
 
@@ -225,7 +225,7 @@ def _title(cell: Cell) -> str:
 
 
 def _summary(records: list[dict[str, Any]]) -> Table:
-    """Return, for each rival, in how many cells it is ahead of ReLibra by more than a fifth of a per cent."""
+    """Return, for each other planner, in how many cells it is ahead of ReLibra by more than a fifth of a per cent."""
     table = Table("planner", "ahead in", "by at most", "behind by, median")
     for name in [name for name in records[0]["seconds"] if name not in ("relibra", "balanced")]:
         ratios = np.array([each["seconds"]["relibra"] / each["seconds"][name] for each in records])

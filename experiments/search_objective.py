@@ -1,9 +1,10 @@
-"""``python -m experiments.search_objective``: whether what the searches minimise is what the clock measures.
+"""``python -m experiments.search_objective``: check whether the objective of the searches agrees with modelled time.
 
-Two questions about the second batch of `experiments.front_door`. The first is how well the clock, with node visits
-counted exactly, follows the objective of the search over nodes (`relibra_jax.planning.node_search`): planned homes are
-disturbed by random swaps of experts between nodes, replicas are planned anew, and the rank correlation of objective and
-time over these homes is taken in each layer. The second is whether longer searches give a shorter batch.
+The program asks two questions about the second batch of `experiments.front_door`. The first is how well the modelled
+time, with node visits counted exactly, follows the objective of the search over nodes
+(`relibra_jax.planning.node_search`). Planned homes are disturbed by random swaps of experts between nodes, replicas are
+planned anew, and the rank correlation of objective and time over these homes is taken in each layer. The second is
+whether longer searches give a shorter batch.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ STEPS: Final = (500, 2_000, 8_000, 32_000)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchObjective:
-    """Compare the objective of the search over nodes with the clock, and searches of several lengths."""
+    """Compare the objective of the search over nodes with modelled time, and searches of several lengths."""
 
     trace: TraceName = None
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
@@ -83,7 +84,7 @@ def swap_between_nodes(home: Int[np.ndarray, "L E"], nodes: int, swaps: int, rng
 
 
 def correlations(outcome: Outcome) -> Float[np.ndarray, " L"]:
-    """Return the rank correlation of objective and clock over disturbed homes, for each layer of the second batch."""
+    """Return the rank correlation of objective and time over disturbed homes, for each layer of the second batch."""
     (batch,), topology = outcome.batches, outcome.setting.topology
     price, plan = outcome.cost_model.price(topology), batch.batch_plan
     counts = count_batch(batch.replay, topology)

@@ -1,4 +1,4 @@
-"""A digest of source files, by which results tell the code that made them."""
+"""A digest of source files, which identifies the code that made a result."""
 
 import hashlib
 from collections.abc import Sequence

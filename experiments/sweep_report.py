@@ -217,7 +217,7 @@ def _cell(cell: Mapping[str, Any] | None, form: str) -> str:
 
 
 def draw(path: Path, lines: Mapping[str, Sequence[Lines]]) -> None:
-    """Draw rewards, with bands of one standard error, and what the steps measured: mismatch, changed routes, imbalance.
+    """Draw rewards, with bands of one standard error, and measurements of steps: mismatch, changed routes, imbalance.
 
     Args:
         path: the PNG file to write.

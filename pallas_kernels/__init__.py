@@ -3,8 +3,8 @@
 A *group* is the set of consecutive rows that one weight slot multiplies; ``group_sizes`` gives the number of rows of
 each group. `grouped_mlp` and `grouped_dot` compute the rows of several experts in one call, and `grouped_dot_float8`
 multiplies operands in float8. `flash_attention` attends from every query to a range of keys. All choose the fastest
-implementation that can run: Pallas kernels for Hopper GPUs (``mosaic``, experts alone), Pallas kernels for other NVIDIA
-GPUs (``triton``), or plain XLA on every platform (``xla``). They choose a kernel only after
+implementation that can run: Pallas kernels for Hopper GPUs (``mosaic``, not for attention), Pallas kernels for other
+NVIDIA GPUs (``triton``), or plain XLA on every platform (``xla``). They choose a kernel only after
 `pallas_kernels.self_check` has verified its results on the machine, and in a program of several processes only after
 `agree_on_kernels`.
 

@@ -123,7 +123,7 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 def runtime_zeros(shape: tuple[int, ...], dtype: Any, bounds: jax.Array, after: jax.Array) -> jax.Array:
-    """Return an array of zeros that XLA cannot recognize as a constant.
+    """Return an array of zeros that XLA cannot recognise as a constant.
 
     A constant would occupy a buffer during the whole program, and a loop that writes into it would copy it first.
 

@@ -42,7 +42,7 @@ def check_weights(weights: Sequence[Any], rows: jax.Array, *matrix: int | str) -
         The buffers that have slots, in their order.
 
     Raises:
-        TypeError: if the weights are no sequence of arrays.
+        TypeError: if the weights are not a sequence of arrays.
         ValueError: if the weights are one array, if the shape or dtype of a buffer does not match the rows or the first
             buffer, or if no buffer has a slot.
     """

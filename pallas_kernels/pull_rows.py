@@ -11,7 +11,7 @@ multiprocessors do no work for it.
 The host writes the descriptors of copies before the launch, so data cannot choose the peer: the program has a branch
 for every peer.
 
-The ranks synchronize before and after the copies. XLA runs a barrier over all devices before the kernel (the one that
+The ranks synchronise before and after the copies. XLA runs a barrier over all devices before the kernel (the one that
 ``plgpu.CompilerParams.skip_device_barrier`` would omit). After it, all writes to the peers' buffers are complete, and
 the semaphores are zero. Before a block ends, it signals to the same block of every peer that it has finished reading,
 and waits for the signals of all peers. Only then may this rank's buffer be written again.
@@ -105,7 +105,7 @@ def pull_chunks(
     blocks: int,
     peer: Callable[[Any, int], Any],
 ) -> None:
-    """Copy this block's chunks of all rows to the output; the kernel calls it between its two synchronizations.
+    """Copy this block's chunks of all rows to the output; the kernel calls it between its two synchronisations.
 
     Args:
         rank: a reference to the index of the peer that holds each row, int32 ``[R]``.

@@ -98,7 +98,7 @@ def mlp_operands(rows: int, width: int) -> tuple[Any, ...]:
 
 
 def float8_operands(rows: int, width: int) -> tuple[Any, ...]:
-    """Return float8 operands of a grouped product with scales of blocks, likewise."""
+    """Return float8 operands of a grouped product with scales of blocks, with empty groups and NaN in the padding."""
     x, buffers, sizes, *_ = mlp_operands(rows, width)
     keys = jax.random.split(jax.random.key(1), 3)
 

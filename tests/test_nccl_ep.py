@@ -69,7 +69,7 @@ def stand_in(slots):
         place = start[rank] + jnp.arange(rows)
         copies = jax.lax.all_gather(values, RANKS, tiled=True)[order.at[place].get(mode="clip")]
         real = (place < start[rank + 1]).reshape(-1, *[1] * (values.ndim - 1))
-        # What follows the last row is uninitialized.
+        # What follows the last row is uninitialised.
         return jnp.where(real, copies, jnp.nan)[None]
 
     def dispatch(

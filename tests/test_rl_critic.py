@@ -25,7 +25,7 @@ from experiments.rl.optimizer import AdamW
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout
 from experiments.rl.stages import RecomputeResult
-from experiments.rl.targets import initialize_critic
+from experiments.rl.targets import initialise_critic
 from experiments.rl.tasks import TASKS
 from experiments.rl.trainer import Trainer
 from relibra_jax.contract.types import Topology
@@ -154,7 +154,7 @@ def make_trainer(task=None, tokenizer=None, **changes):
 
 
 def values_and_bias(trainer, value, finished=(True, True, False, True)):
-    """Call `initialize_critic` after a recompute with ``value`` everywhere; return the values and the bias."""
+    """Call `initialise_critic` after a recompute with ``value`` everywhere; return the values and the bias."""
     response_mask = RESPONSE_MASK[:4]
     tokens = np.zeros(response_mask.shape, np.int32)
     ids, log_probs = tokens[..., None, None], tokens * 1.0
@@ -166,13 +166,13 @@ def values_and_bias(trainer, value, finished=(True, True, False, True)):
     )
     values = np.full(response_mask.shape, value, np.float32)
     recomputed = RecomputeResult(np.zeros_like(values), None, old_values=values)
-    actual = initialize_critic(trainer.state, trainer.config, rollout, rewards, recomputed)
+    actual = initialise_critic(trainer.state, trainer.config, rollout, rewards, recomputed)
     return actual.old_values, float(trainer.state.critic.bias[...])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smallest_policy")
-def test_initialize_critic_sets_the_bias_of_a_new_critic_to_the_mean_return():
+def test_initialise_critic_sets_the_bias_of_a_new_critic_to_the_mean_return():
     trainer = make_trainer()
     values, bias = values_and_bias(trainer, 0.0, finished=(False,) * 4)
     assert not values.any(), "no response has finished"
@@ -188,7 +188,7 @@ def test_initialize_critic_sets_the_bias_of_a_new_critic_to_the_mean_return():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smallest_policy")
-def test_initialize_critic_discounts_the_mean_return():
+def test_initialise_critic_discounts_the_mean_return():
     _, bias = values_and_bias(make_trainer(critic=Critic(discount=0.5)), 0.0)
     worth = 0.5 ** np.arange(RESPONSE_MASK[0].sum())
     assert bias == pytest.approx(0.5 * worth.mean(), rel=1e-6)

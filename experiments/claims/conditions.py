@@ -37,7 +37,7 @@ from relibra_jax.support.atomic_write import write_atomically, write_json
 SHARE_MODEL: Final = "qwen3-235b-a22b"
 """The model whose `waiting_share` the tables and the figure use."""
 PUBLISHED: Final = {"splits, ": (0.09, 0.12), "even split, ": (0.12, 0.24), "homes": (0.05, 0.16)}
-"""The least and the largest published gain over each kind of rival, by the beginning of the names of its rows."""
+"""The least and the largest published gain over each kind of baseline, by the beginning of the names of its rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

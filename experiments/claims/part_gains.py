@@ -1,8 +1,8 @@
-"""What the parts of ReLibra gain over their rivals in many settings: how even ranks become, and modelled speed.
+"""What the parts of ReLibra gain over baselines in many settings: how even ranks become, and modelled speed.
 
 ReLibra (arXiv 2605.08639) says that joint replication is 9 to 12% faster than splitting tokens alone and 12 to 24% than
 placing replicas alone, and annealed homes 5 to 16% than a greedy reordering (LPT). What exactly it compared with is not
-published to us. So each rival is here as strong as we can make it, and as published systems do it.
+published. So each baseline here is as strong as we can make it, and works as published systems do.
 
 - *Balance* (`sweep_balance`): how uneven ranks remain under each planner. The figures are counted. If the fullest ranks
   of two plans have loads a and b, one is at most a / b - 1 faster, which it is if nothing else takes time.
@@ -99,8 +99,8 @@ REPLICATION: Final[Mapping[str, Planner]] = {
     "even split, places by EPLB in each micro-batch (EPLB+)": eplb(),
     "even split, places by EPLB, once a batch": eplb(scope="batch"),
 }
-"""Joint replication and its rivals: some split tokens as well as the places of their replicas allow, others split them
-evenly over places. All but ``static`` have the homes of `lpt_homes`."""
+"""Joint replication and its baselines: some split tokens as well as the places of their replicas allow, others split
+them evenly over places. All but ``static`` have the homes of `lpt_homes`."""
 BALANCED_HOMES: Final[Mapping[str, Planner]] = {
     "annealed, joint": relibra(replicate=replicate_experts),
     "LPT, joint": REPLICATION[JOINT],

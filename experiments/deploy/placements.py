@@ -94,7 +94,7 @@ def contiguous_placement(load: Int[Array, "L E"], num_groups: int) -> ExpertPlac
 def plan_placement(
     load: Int[Array, "L E"], num_groups: int, *, replica_slots: int = 0, key: jax.Array
 ) -> ExpertPlacement:
-    """Place experts, and choose replicas, to minimize the load of the busiest group.
+    """Place experts, and choose replicas, to minimise the load of the busiest group.
 
     Args:
         load: the token copies of each expert in the last batch.

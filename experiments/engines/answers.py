@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a server says in an answer, of which nothing is checked."""
+    """The parts of a server's answer, before they are checked."""
 
     tokens: Any
     """The sampled tokens, a list of integers."""
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn what an answer lacks, or has in another form, into `BadAnswer`."""
+    """Raise `BadAnswer` if the block finds that a part of an answer is missing or has another form."""
     try:
         yield
     except KeyError as error:
@@ -82,10 +82,10 @@ def check_answer(
     recording: Mapping[str, Any],
     partial: bool = False,
 ) -> Answer:
-    """Check what a server says in an answer.
+    """Check the parts of a server's answer.
 
     Args:
-        told: what it says.
+        told: the parts of the answer.
         prompt: P, the number of tokens of the prompt.
         sampling: how tokens should have been drawn.
         config: the sizes of the model.

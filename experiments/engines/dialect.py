@@ -1,4 +1,4 @@
-"""What an engine's interface must be able to do, and what it is given of the server that it speaks to.
+"""The protocol that the interfaces of engines implement, and the calls to a server that they use.
 
 One object belongs to one server. `experiments.engines.sglang` and `experiments.engines.vllm` are the interfaces;
 `experiments.engines.servers.Server.recognise` finds out which one a server has.
@@ -16,7 +16,7 @@ FORBIDDEN: Final = -1e9
 
 
 class ServerDown(Exception):
-    """A server that does not answer, or answers that it cannot."""
+    """A server that does not answer, or answers that it cannot do what it was asked to do."""
 
 
 @runtime_checkable
@@ -77,7 +77,7 @@ class Dialect(Protocol):
 
         Raises:
             ServerDown: if it does not answer.
-            EngineError: if it should have that request, and has not.
+            EngineError: if it should support that request, and does not.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, in which tasks that several threads start run one at a time.
+"""An event loop in a thread of its own. Several threads start tasks in it, which run one at a time.
 
-What only these tasks touch needs no locks: a task gives way to the others only where it waits.
+Objects that only these tasks use need no locks, because another task runs only where a task waits.
 """
 
 import asyncio

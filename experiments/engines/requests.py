@@ -21,7 +21,7 @@ PARAMS: Final = frozenset(
 
 
 class Draw(NamedTuple):
-    """How the tokens of a request are drawn. Requests with the same can be in one batch."""
+    """How the tokens of a request are drawn. Requests with equal settings can be in one batch."""
 
     temperature: float
     top_p: float

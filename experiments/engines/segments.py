@@ -1,4 +1,4 @@
-"""A response in segments: what one version of the weights sampled of it, and then the next.
+"""A response in segments, each of which one version of the weights sampled.
 
 New weights interrupt a response. It carries on from its tokens, which the engine runs again as the prompt of the next
 segment. Every token keeps the log-probability and the experts of the version that sampled it, and prompts keep the

@@ -1,4 +1,4 @@
-"""The HTTP interface of a worker: that part of SGLang's which a run needs.
+"""The HTTP interface of a worker: the part of SGLang's interface that a run needs.
 
 ======================================  ===============================================================================
 ``POST /generate``                      ``input_ids`` of one prompt or a list of prompts, ``sampling_params``,

@@ -1,8 +1,9 @@
-"""The servers of an engine: requests with limits, answers, and servers that die and come back.
+"""The servers of an engine: requests with limits, answers, and servers that end and come back.
 
-A server gets at most so many requests at a time as the settings say, the one with the fewest first. It gets requests
-only while it answers and has the newest weights. A server that does not answer is *down*: its requests go to the
-others, and it is asked every second whether it is back. It then gets the newest weights before it gets requests again.
+A server gets at most as many requests at a time as the settings allow; the server with the fewest gets the next one. It
+gets requests only while it answers and has the newest weights. A server that does not answer is *down*: its requests go
+to the others, and it is asked every second whether it is back. It then gets the newest weights before it gets requests
+again.
 
 New weights may come while requests run. Servers are then asked to interrupt them and answer with the tokens so far. No
 other request is sent until all of them are answered and the servers have the weights. So the weights that sampled an
@@ -28,7 +29,7 @@ from relibra_jax.models import ModelConfig
 from relibra_jax.support.json_text import parse_json
 
 PAUSE_SECONDS: Final = 1.0
-"""The time between two questions whether a server is back, or has room."""
+"""The time between two checks of whether a server is back, or has room."""
 QUICK_SECONDS: Final = 10.0
 """The time within which a server must accept a connection, and answer whether it is healthy."""
 
@@ -105,7 +106,7 @@ class Server:
 
         Args:
             path: the path to ask.
-            optional: whether a server without that path is answered by None, and is not down.
+            optional: whether to return None for a server without that path, instead of counting it as down.
 
         Raises:
             ServerDown: if it does not answer at once.

@@ -106,7 +106,7 @@ class Sglang:
 
         Raises:
             ServerDown: if it does not answer, or cannot now.
-            EngineError: if it has no such request.
+            EngineError: if it does not support such a request.
         """
         await self._server.post("/abort_request", {"abort_all": True})
 

@@ -16,7 +16,7 @@ from relibra_jax.execution.plan_agreement import add_up, fail_together, gather_r
 
 
 def own_part(samples: int) -> Int[np.ndarray, " b"]:
-    """Return the numbers of the samples for which this process asks: an equal part, one after another's."""
+    """Return the numbers of the samples for which this process asks: processes have equal, successive parts."""
     return np.array_split(np.arange(samples), process_count())[jax.process_index()]
 
 

@@ -34,7 +34,7 @@ from relibra_jax.models.hf_config import load_config
 SMALLEST_PROMPT: Final = 16
 """The least width of an array of prompts. Others are powers of two."""
 ENDING: Final = "the server is ending"
-"""What a request is told that comes too late."""
+"""The error message for requests that come too late."""
 
 
 class Ending(Exception):
@@ -169,7 +169,7 @@ class Worker:
         return self._interrupts > job.interrupts
 
     def _gather(self, first: _Job) -> tuple[list[_Job], _Job | None]:
-        """Return the batch of a request, of what comes soon and is alike, and what came next, if that is not."""
+        """Return the batch of a request, with similar ones that come soon; and the next job if it is not similar."""
         jobs = [first]
         while len(jobs) < self._samples:
             try:
@@ -230,7 +230,7 @@ class Worker:
     def _describe(self, request: Request, responses: Responses | None, row: int) -> dict[str, Any]:
         """Return a response in SGLang's format. It has a route for every token, the last one too.
 
-        None are the responses of a batch that was interrupted before it ran.
+        ``responses`` is None for a batch that was interrupted before it ran.
         """
         prompt = len(request.prompt)
         sampled = 0 if responses is None else int(responses.response_mask[row].sum())

@@ -100,7 +100,8 @@ def in_float8[Module: nnx.Module](model: Module, rule: HotRanks) -> Module:
     """Make a model of the same parameters for passes without gradients, in which hot ranks compute in float8.
 
     The model has the arrays that ``model`` has now: make another one after an update. It takes the same prepared
-    batches, and runs with live routing too. Its gradients are refused (`experiments.float8.grouped_mlp`).
+    batches, and runs with live routing too. It raises an error if gradients are computed
+    (`experiments.float8.grouped_mlp`).
 
     Args:
         model: the model, with any number of `MoELayer`.

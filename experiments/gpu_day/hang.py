@@ -1,4 +1,4 @@
-"""What is found out about a step that hung: whether it hangs again, what compute-sanitizer says, and its machine code.
+"""Diagnosis of a step that hung: whether it hangs again, what compute-sanitizer reports, and its machine code.
 
 `steps_after_hang` gives the steps to the ladder. If JAX's own example also hangs now, the GPU is to blame, and nothing
 more can be learned on this machine.

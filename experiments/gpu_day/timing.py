@@ -20,7 +20,7 @@ from experiments.ladder.facts import print_facts
 
 
 class Reading(NamedTuple):
-    """The seconds of a run, summarized over several readings."""
+    """The seconds of a run, summarised over several readings."""
 
     median: float
     low: float

@@ -4,11 +4,11 @@
     row per rank         inside a node a token goes to each rank once, not once for each copy. Fewer rows are packed and
                          cross links. Ragged exchanges then need a gather before the experts and a sum after them, which
                          lanes have anyway
-    no zeros             send buffers and delivered rows without spare room, and without an empty lane for the own rank
+    no zeros             send buffers and delivered rows without spare room, and without an empty lane for its own rank
     gathers in products  the experts' kernels read rows from where they arrive, and write them to where they leave
     hops in one gather   rows are packed for the links inside a node from where they arrive in it, and summed into the
                          lanes in which they cross back, without a buffer of arrived tokens
-    no choices           the host is not waited for
+    no choices           the device does not wait for the host
 
 A negative number is a loss.
 """

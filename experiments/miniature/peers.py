@@ -1,10 +1,14 @@
-"""The expert layers of MaxText 0.2.5 and Tunix 0.1.7, with replayed routing, as opponents in the same comparison.
+"""The expert layers of MaxText 0.2.5 and Tunix 0.1.7, with replayed routing, as baselines in the same comparison.
 
 They are the released layers with their own expert parallelism, and the model around them is that of all contenders.
-Replaced are the choice of experts, which is the recorded one; the grouped product, because their kernels are for other
-devices, and XLA:CPU multiplies all rows of `jax.lax.ragged_dot` by all weights; MaxText's sum of a token's rows, by its
-own older version, because the newer one gives bfloat16 on CPUs; and, where a name says *lanes*, the ragged all-to-all,
-which XLA:CPU does not implement, by one of equal lanes, for which Tunix is told that its devices are TPUs.
+This module replaces some parts of them:
+
+- The choice of experts is the recorded one.
+- The grouped product is another one, because their kernels are for other devices, and XLA:CPU multiplies all rows of
+  `jax.lax.ragged_dot` by all weights.
+- MaxText's sum of a token's rows is its own older version, because the newer one gives bfloat16 on CPUs.
+- Where a name says *lanes*, an all-to-all of equal lanes takes the place of the ragged one, which XLA:CPU does not
+  implement. For this, Tunix is told that its devices are TPUs.
 
 MaxText and Tunix are installed without their dependencies; those that no expert layer uses need not be there.
 """

@@ -96,7 +96,7 @@ def compare_ways(
 
 
 def summary(comparisons: Sequence[Comparison]) -> Ways:
-    """Summarize each way to run the jobs over all sets of jobs.
+    """Summarise each way to run the jobs over all sets of jobs.
 
     Args:
         comparisons: the comparison of each set of jobs.

@@ -122,7 +122,7 @@ def parse_config(text: str, path: Path) -> ConfigFile:
         path: the path of the file, for its name and for errors.
 
     Raises:
-        ValueError: as `read_config`.
+        ValueError: under the conditions of `read_config`.
     """
     try:
         tables = tomllib.loads(text)

@@ -56,7 +56,7 @@ def join_counts(parts: Sequence[Batch], samples: int) -> Batch:
         _fill(np.concatenate(leaves), samples)
         for leaves in zip(*((part.sample_load, part.lengths) for part in parts), strict=True)
     )
-    # Every token of the batch is taken from the part that has it, of whose tokens as many are sampled as of all.
+    # Every token of the batch is taken from the part that has it. A part samples as many tokens as the batch.
     tokens = np.array([part.lengths.sum() for part in parts])
     number, token = token_places(tokens, TOKENS)
     ids, sample = [], []

@@ -34,7 +34,7 @@ from relibra_jax.nnx.put_on_mesh import put_on_mesh
 class ValueNetwork(nnx.Module):
     """The value of a state (the tokens so far), from the hidden vector of its last token.
 
-    A new network returns 0. `experiments.rl.targets.initialize_critic` gives it its first bias.
+    A new network returns 0. `experiments.rl.targets.initialise_critic` gives it its first bias.
 
     Args:
         inputs: the model width D.

@@ -3,8 +3,8 @@
 The balancer and its price come from the functions that a run calls:
 
 - Samples are those of the trace, stretched so that the longest has as many tokens as the settings allow.
-- Of a model with more layers than `PLANNED_LAYERS`, so many are planned, and their time is that of all layers in the
-  mean.
+- Of a model with more layers than `PLANNED_LAYERS`, only that many are planned, and each layer of the model counts with
+  their mean time.
 - Static placement of striped layers is priced from an estimate of their load, as in the metrics of a run.
 - Layers run in the way that the rules give for the hardware. The first batch of a run may choose another by its price.
 """

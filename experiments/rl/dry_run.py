@@ -1,4 +1,4 @@
-"""A dry run: what a run would be refused for, what memory it needs, and the modelled time of a step. Nothing runs.
+"""A dry run: the reasons to refuse a run, the memory that it needs, and the modelled time of a step. Nothing runs.
 
 Refusals, and the sizes that determine memory, come from the functions that a run calls. Only the devices are described
 in place of real ones. `experiments.rl.dry_plan` plans a batch for them.

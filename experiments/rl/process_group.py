@@ -1,6 +1,6 @@
 """The processes of a run: how they connect, and how all of them end when one does.
 
-JAX connects the processes for their computations, and notices by heartbeats when one hangs. Connections of their own
+JAX connects the processes for their computations, and notices by heartbeats when one hangs. Additional connections
 (`experiments.rl.peers`) tell at once when one has ended. The others then print one line that says so, and end as well.
 """
 

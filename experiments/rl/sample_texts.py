@@ -26,7 +26,7 @@ class SampleText(TypedDict):
 
 
 def choose_texts(responses: Responses, rewards: Rewards, tokenizer: Tokenizer) -> list[SampleText]:
-    """Decode a few samples of a step: that of the least reward, that of the largest, and evenly between them.
+    """Decode a few samples of a step: those of the least and of the largest reward, and some evenly between them.
 
     Args:
         responses: the samples, on the host.

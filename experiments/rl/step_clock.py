@@ -1,4 +1,4 @@
-"""The clock of a step, which measures its named phases and the whole step, and profiles, which show the same names."""
+"""The clock of a step, which measures its named phases and the whole step; and profiles, which show the same names."""
 
 import contextlib
 import time

@@ -17,7 +17,7 @@ from experiments.rl.stages import PreparedStage, RecomputeResult, Stages
 from experiments.rl.state import State
 
 
-def initialize_critic(
+def initialise_critic(
     state: State, config: Train, rollout: Rollout, rewards: Rewards, recomputed: RecomputeResult
 ) -> RecomputeResult:
     """Set the bias of a new critic to the mean return of finished responses, in place.

@@ -63,7 +63,7 @@ from experiments.rl.step_metrics import (
     measure_rewards,
     measure_speed,
 )
-from experiments.rl.targets import compute_targets, initialize_critic
+from experiments.rl.targets import compute_targets, initialise_critic
 from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import Tokenizer
 from experiments.rl.updates import check_forward, update_policy, update_values
@@ -192,7 +192,7 @@ class Trainer:
             with clock("score_wait"):
                 rewards = rollout.rewards()
         with clock("update"):
-            recomputed = initialize_critic(state, config, rollout, rewards, recomputed)
+            recomputed = initialise_critic(state, config, rollout, rewards, recomputed)
             targets, not_finite = compute_targets(config, rollout, rewards, recomputed)
             metrics = update_policy(state, config, stages, targets, recomputed)
             critic_loss = update_values(state, config, stages, targets, recomputed)
@@ -266,7 +266,7 @@ class Trainer:
     def _plan_and_recompute(
         self, responses: Responses, plan_ahead: PlanAhead, clock: StepClock
     ) -> tuple[Stages, RecomputeResult]:
-        """Plan the batch and recompute its log-probabilities, first the recompute if it routes live."""
+        """Plan the batch and recompute its log-probabilities. A recompute that routes live comes first."""
         config, state, hidden = self.config, self.state, None
         if config.reference.kind != "none":
             state.keep_reference()

@@ -137,7 +137,7 @@ def is_whole(
 
 
 def find_learned(responses: Responses, *, response_tokens: int, compared: int) -> Bool[np.ndarray, " B"]:
-    """Return True for the responses that have their credit: they and all that they are compared with are whole.
+    """Return True for the responses that can be learned from: they and all that they are compared with are whole.
 
     Args:
         responses: the responses so far, as `join_windows` returned them.

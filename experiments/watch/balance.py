@@ -20,7 +20,7 @@ MAPS: Final = {
 """The metrics of the maps of layers."""
 
 UNUSUAL: Final = 5
-"""The multiple of the median duration from which on a step is left out of the phases: it compiled programs."""
+"""The multiple of the median duration from which a step is left out of the phases, because it compiled programs."""
 
 
 class LayerMap(NamedTuple):

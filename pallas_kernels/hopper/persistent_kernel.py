@@ -3,7 +3,7 @@
 A kernel is persistent: it has one block per multiprocessor, and each block computes every n-th tile of the output. One
 warpgroup of a block only copies the operands of the next steps into a ring of buffers in shared memory (TMA), without a
 pause between tiles. The other warpgroups multiply (wgmma), each for 64 rows of the output tile. A pair of barriers for
-each buffer synchronizes the two sides.
+each buffer synchronises the two sides.
 
 Two blocks may form a cluster, with tiles that are vertical neighbours in the output. An operand that both need is
 loaded once: each block loads one half of it, and the hardware writes that half to the same buffer in both blocks

@@ -3,7 +3,7 @@
 The accumulators of a warpgroup have 64 rows and at most 256 columns in total, which takes half of its registers. This
 is the highest ratio of products to loaded bytes that one block reaches. In tiles of 128 rows, two warpgroups share
 every matrix tile. With wide tiles there are few tiles, and multiprocessors that have none wait for the others. So the
-heuristic chooses the sizes that minimize the cycles of the multiprocessor with the most work. The remaining shared
+heuristic chooses the sizes that minimise the cycles of the multiprocessor with the most work. The remaining shared
 memory holds additional pipeline stages.
 
 ``python -m pallas_kernels.hopper.autotune`` writes the table (`tile_table`) on a Hopper GPU. Without a table, only the

@@ -3,7 +3,7 @@
 The contraction runs over rows. It starts at the last multiple of 8 at or before the first row of the group. In the
 first and the last step, the kernel sets the rows of other groups to zero in shared memory. It does so in both operands,
 since these rows may have any value, and zero times infinity is not zero. The warpgroups share that work and then
-synchronize.
+synchronise.
 """
 
 import functools

@@ -45,7 +45,7 @@ PARTS: Final = "parts"
 LINE_STYLES: Final = ("-", "--", "-.", ":")
 
 SERIES: Final = ("#0f7f74", "#d55e00", "#7d6bc4", "#e0a526", "#4c4c4c", "#c77fa8")
-"""The colours of lines and bars that are no planners, such as seeds, jobs and micro-batches in flight."""
+"""The colours of lines and bars that are not planners, such as seeds, jobs and micro-batches in flight."""
 PHASES: Final = {
     "attention": "#a3aebb",
     "home": "#453781",

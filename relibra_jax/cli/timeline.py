@@ -40,8 +40,8 @@ def timeline_figure(path: Path, outcomes: Sequence[Outcome]) -> None:
 
     The layer and the micro-batch are those of the last batch in which the first planner is most uneven. Each rank has
     three lanes: what it computes, what its links between nodes carry, and what its links inside the node carry. The
-    hops of hierarchical dispatch run one after the other. All planners share one axis; behind the end of a layer stands
-    how much sooner it ends than the slowest.
+    hops of hierarchical dispatch run one after the other. All planners share one axis. A label after the end of a layer
+    says how much sooner it ends than the slowest.
 
     Args:
         path: the PNG file to write.

@@ -186,7 +186,7 @@ def balanced_time(
         lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
         cost: the price.
-        visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
+        visits: node visits of the same samples. The balanced run then has as many crossings as they have on average,
             evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
         sequence_length: T, the number of positions of a padded sequence, as in `batch_time`.
         num_sequences: b, the number of sequences of a rank in a micro-batch, if sequences are padded.

@@ -20,7 +20,7 @@ def choose_host_slots(seconds: Callable[[Price], float], topology: Topology, pri
         price: the price of the batch, on a cluster with a way from the host.
 
     Returns:
-        The number, 0 to R; the smallest of equally good ones. 0 if the price knows no way from the host.
+        The number, 0 to R; the smallest of equally good ones. 0 if the price has no transfer from the host.
 
     >>> price = Price(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, from_host=1.0)
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=3)

@@ -1,18 +1,18 @@
 """The operations of one MoE layer on a rank of an evenly loaded group, each with what it reads, writes and sends.
 
-The list follows what layers run (`relibra_jax.execution`). A hop of dispatch is
+The list follows what layers run (`relibra_jax.execution`). A hop of dispatch consists of
 
     choice    the device waits for the host, which reads the length of a fitted exchange
     pack      the rows of the send buffer are gathered from tokens; what is longer than its rows gets zeros
     exchange  the collective over the links, which reads and writes buffers meanwhile
     gates     the collective of the gates, and the gathers around it
     pick      the delivered rows are gathered from what has arrived. Ragged exchanges deliver rows where they are
-              needed, so that they have none; and what they send on is gathered from where it arrives, so that the hop
-              before them has none either
+              needed, so they have no pick. They gather the rows that they send on from where these arrived, so the
+              hop before them has none either
 
-and a hop of combine is choice, pack back (not with ragged exchanges, nor before them), exchange back, and
+and a hop of combine of choice, pack back (not with ragged exchanges, nor before them), exchange back, and
 
-    sum       the copies of each token are gathered and added up; those of a ragged exchange, into the rows that the
+    sum       the copies of each token are gathered and added up. A ragged exchange adds them into the rows that the
               hop before it sends back
 
 The backward pass is combine and dispatch in reverse: gradients of outputs are dispatched, and those of tokens and gates

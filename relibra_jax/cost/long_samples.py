@@ -74,8 +74,8 @@ def split_exchange(cost_model: CostModel, topology: Topology) -> float:
     Keys and values are gathered in the forward pass and again in the backward pass, and their gradients are returned.
 
     Args:
-        cost_model: the hardware and the model, of whose cache one token's keys and values have the size.
-        topology: the expert-parallel group, over the ranks of whose nodes samples are split.
+        cost_model: the hardware and the model, whose cache gives the size of one token's keys and values.
+        topology: the expert-parallel group. Samples are split over the ranks of a node.
 
     Returns:
         The length at which the exchange of a sample takes as long as all its attention on one rank. A longer sample

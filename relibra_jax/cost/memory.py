@@ -11,7 +11,7 @@ Residents have weights and accumulators only, both unsharded. Masters, moments a
 ``shards``, the number of data-parallel groups over which FSDP or ZeRO shards them. Those of attention and
 shared experts, which all ranks hold, are divided by ``shards`` times the ranks of the group. All layers share one
 buffer of replicas. A compiled stack of layers allocates 1.9 to 2.5 times this buffer with either fetch (``make aot``),
-for the packed experts, the received experts and their gradient; 3 times is counted.
+for the packed experts, the received experts and their gradient. This module counts 3 times.
 
 Not counted are activations, gradients of one micro-batch before they are added to the accumulators (2 bytes per
 parameter of a resident: ``make aot``), exchange buffers, embeddings, routers and norms, layers without experts, and the

@@ -16,8 +16,8 @@ The vectors of the experts of a layer add up to 0, but for residents. The relaxa
 in any number of dimensions (Goemans and Williamson, J. ACM 42, 1995). For any numbers d, if the quadratic function less
 the sum of d x squared lengths is nowhere negative, then it is at least this sum: of d, as samples have length 1, and
 for experts at the best number of residents. Coordinate descent on the vectors finds d (the mixing method: Wang, Chang
-and Kolter, arXiv 1706.00476). They are lowered until Cholesky decompositions exist, first of every layer's experts,
-then of the samples' Schur complement. So the bound holds however far the descent came.
+and Kolter, arXiv 1706.00476). These numbers are lowered until Cholesky decompositions exist, first of every layer's
+experts, then of the samples' Schur complement. So the bound holds wherever the descent stops.
 """
 
 from typing import Final, NamedTuple
@@ -87,7 +87,7 @@ class Dual(NamedTuple):
 
 
 def random_vectors(samples: int, layers: int, experts: int, *, copies: int, nodes: int) -> Vectors:
-    """Return random vectors. All experts have as many copies."""
+    """Return random vectors. All experts have equally many copies."""
     rng = np.random.default_rng(0)
     sample, expert = rng.normal(size=(samples, RANK)), rng.normal(size=(layers, experts, RANK))
     more = copies / experts

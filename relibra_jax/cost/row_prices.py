@@ -1,4 +1,4 @@
-"""What a row of an exchange costs at least, as exchanges send it: the parts of a lower bound of time that rows add up.
+"""Lower bounds of what a row of an exchange costs as it is sent; they add up to the exchanges' part of a bound of time.
 
 Exchanges send lanes that are all as long as the longest, and a batch has buffers for the fullest of its layers and
 micro-batches. A maximum is at least the mean, so a sum of rows over lanes, ranks, layers and micro-batches has a least
@@ -6,8 +6,8 @@ price for each row (`relibra_jax.cost.traffic` counts what is sent):
 
     crossing  its part of a lane between nodes, and the gather that packs it into the send buffer
     inside    the same for a lane inside a node
-    arrival   the gathers of a token that arrives in a node, and its row of a buffer with spare room, which none needs
-              before a ragged exchange
+    arrival   the gathers of a token that arrives in a node, and its row of a buffer with spare room, which is not
+              needed before a ragged exchange
     slot      the gathers of a token copy, and its row of the buffer of the experts' slots
 
 Layers in pieces run the exchange of one piece beside the experts of another. Their time is a convex function of the

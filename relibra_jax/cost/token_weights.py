@@ -1,17 +1,17 @@
 """Weights by which the crossings of every token are bounded from below, chosen where the relaxation puts its experts.
 
-With 1 for two that share a node and else 0, a token of sample s, which crosses to each other node that has one of its
-experts, has at least these crossings:
+Let sa be 1 if sample s and expert a share a node and else 0, and ab the same for two experts. A token of sample s
+crosses to each other node that has one of its experts, so it has at least these crossings:
 
     one expert a    1 - sa
     two experts     (3 - sa - sb - ab) / 2, and with more than two nodes also 2 - sa - sb - ab
     all experts     a plane height - own x (sum of sa) - pair x (sum of ab) that holds for all ways to distribute K
                     experts
 
-Every token may take another of these, or a mean of several, and the bound on the crossings of a batch is as good as the
-choice. The best choice and the best relaxation are a saddle point. It is approached step by step: tokens take what is
-best for the mean of the relaxations so far, and the next relaxation is for the mean of what tokens took (fictitious
-play). A whole layer takes one plane, if that is better than what its tokens take alone.
+Every token may take a different one of these, or a mean of several, and the bound on the crossings of a batch is as
+good as the choice. The best choice and the best relaxation are a saddle point. It is approached step by step: tokens
+take what is best for the mean of the relaxations so far, and the next relaxation is for the mean of what tokens took
+(fictitious play). A whole layer takes one plane, if that is better than what its tokens take alone.
 """
 
 from typing import Final, NamedTuple
@@ -50,7 +50,7 @@ def best_weights(
         load: token copies of each sample for each expert.
         pairs: the number of tokens that use two experts together.
         together: how much of a node samples and experts share.
-        planes: from `visit_planes`. None if nodes have residents, with which only single experts are worth while.
+        planes: from `visit_planes`. None if nodes have residents: only single experts are then worthwhile.
         nodes: N.
     """
     layers = []

@@ -2,9 +2,9 @@
 
 The counts are of the rows of dispatch, from the plan alone (flat dispatch) or also from the replayed routes
 (hierarchical dispatch), and of the experts that ranks send to each other. `count_traffic` counts the rows that are
-needed, and `count_sent` those that the exchange sends: a padded one sends lanes that are all as long as the longest of
-any layer and micro-batch, with the spare room of its buffers; a fitted one as much of them as the longest lane of the
-layer and micro-batch needs, or with pieces as much of all lanes as the longest of any hop needs.
+needed, and `count_sent` those that the exchange sends. A padded exchange sends lanes that are all as long as the
+longest of any layer and micro-batch, with the spare room of its buffers. A fitted exchange sends as much of them as the
+longest lane of the layer and micro-batch needs, or with pieces as much of all lanes as the longest of any hop needs.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
     inside: Float[Array, "*stack N G"]
     """Rows that a rank sends or receives inside its node, whichever is more."""
     gathered: Float[Array, "*stack N G"]
-    """Rows that gathers and sums read or write for an exchange, in the mean of dispatch and combine: the rows of tokens
+    """Rows that gathers and sums read or write for an exchange, averaged over dispatch and combine: the rows of tokens
     and slots that they read, and the buffers that they write. Exchanges read and write buffers while they send. The
     sums of a rank's own tokens, one row for K copies, are left out."""
 

@@ -107,7 +107,7 @@ def over_skew(
 
 
 def best_slots(advice: Sequence[Advice]) -> list[Strategy]:
-    """Keep, of each strategy, the numbers of slots with which it takes least time; in the order of ``advice``."""
+    """Keep, for each strategy, the numbers of slots with which it takes the least time, in the order of ``advice``."""
     best: dict[tuple[str, str], Advice] = {}
     for each in advice:
         key = (each.strategy.name, each.strategy.foresight)
@@ -117,7 +117,7 @@ def best_slots(advice: Sequence[Advice]) -> list[Strategy]:
 
 
 def fastest_point(advice: Sequence[Advice], at: float) -> Point:
-    """Return the strategy that takes least time in one setting, and its gain.
+    """Return the strategy that takes the least time in one setting, and its gain.
 
     Args:
         advice: the results of the strategies. The first one does nothing, and may be the fastest.

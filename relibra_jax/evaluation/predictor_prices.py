@@ -1,7 +1,7 @@
 """Modelled time of a batch that is planned from the loads that a predictor knows, with the overhead of the predictor.
 
-Plans are made from the expected loads and run on the true ones. The planners, the clock and the batches are those of
-every other comparison (`relibra_jax.evaluation.comparison.run_planner`).
+Plans are made from the expected loads and run on the true ones. The planners, the cost model and the batches are
+those of every other comparison (`relibra_jax.evaluation.comparison.run_planner`).
 """
 
 import dataclasses

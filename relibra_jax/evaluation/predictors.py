@@ -79,7 +79,7 @@ def make_predictors(
             wherever a more accurate one is.
 
     Returns:
-        The predictors, and of those that are not available the name and the reason.
+        The predictors; and the name of each predictor that is not available, with the reason.
     """
     replays = [RoutingReplay(*map(np.asarray, replay)) for replay in batches.replays]
     measured = replays[batches.history :]

@@ -172,7 +172,7 @@ def _at(values: Int[jax.Array, " r"], index: Int[jax.Array, " n"]) -> jax.Array:
 
 
 def _each_copy(rows: Travelling, dispatch: Dispatch) -> Travelling:
-    """Take from rows that have the values of all copies of their token those of the copy that each row is."""
+    """Keep the value of each row's own copy, from rows that have the values of all copies of their token."""
     if rows.copy is None:
         return rows
     number = jnp.maximum(dispatch.copy, 0) % rows.copy.shape[1]

@@ -2,11 +2,11 @@
 
     python -m relibra_jax.execution.exchange_check [--nodes N] [--distributed]
 
-``exchange="auto"`` takes a ragged exchange only where it has passed this check: public reports have it hanging,
-crashing and slow on some machines (openxla/xla#33386, #47283), and no test without several GPUs can show that it works.
-The check runs a layer whose experts only multiply rows by their gates, forward and backward, with a ragged exchange and
-with each other that ``auto`` may take. The output and the gradients must be equal bit for bit, twenty times over, and
-the median time of the ragged layer must be the shortest. It takes about a minute.
+``exchange="auto"`` takes a ragged exchange only where it has passed this check. Public reports say that it hangs,
+crashes or is slow on some machines (openxla/xla#33386, #47283), and no test without several GPUs can show that it
+works. The check runs a layer whose experts only multiply rows by their gates, forward and backward, with a ragged
+exchange and with every other exchange that ``auto`` may take. The output and the gradients must be equal bit for bit,
+twenty times over, and the median time of the ragged layer must be the shortest. It takes about a minute.
 
 With several processes, run the command on all of them as the training runs, with ``--distributed``, which calls
 `jax.distributed.initialize` without arguments. Or call `check_exchange` in a program that has initialised JAX,

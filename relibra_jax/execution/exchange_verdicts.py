@@ -40,8 +40,8 @@ def is_proven(mesh: Mesh) -> bool:
     mesh holds as long as the program runs, because tables and compiled programs follow it.
 
     Args:
-        mesh: a mesh of GPUs with the axes node and local. Where processes have none of its devices, which therefore do
-            not call this function, the answer is False.
+        mesh: a mesh of GPUs with the axes node and local. If some processes have none of its devices, and so do not
+            call this function, the answer is False.
     """
     here = set(mesh.devices.flat) <= set(jax.devices())
     if not here:  # the devices are descriptions, for which a program is compiled

@@ -6,9 +6,9 @@ a fixed order of sums.
 
 A hop builds no more than the rows that it sends and receives. Where buffers have lanes, rows that a rank keeps are read
 where they are, and a fitted exchange has a branch for each length of its lanes, in which all buffers have that length.
-A ragged exchange puts rows where they are needed, so that nothing gathers them after it. Where it follows another hop,
-that hop delivers rows as the ragged one sends them, and takes back sums that are added up where they are sent: what two
-gathers would do, one does (`relibra_jax.execution.dispatch`).
+A ragged exchange puts rows where they are needed, so nothing gathers them after it. Where it follows another hop, that
+hop delivers rows as the ragged one sends them, and takes back sums that are added up where they are sent. One gather
+then does the work of two (`relibra_jax.execution.dispatch`).
 """
 
 import functools

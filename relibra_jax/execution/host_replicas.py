@@ -12,7 +12,7 @@ those experts and no others. All of this runs under jit, for each optimizer upda
 
 XLA copies while the devices compute, on a stream of its own (``make aot``). Replicas return their gradients over the
 links, whatever way their weights came. Weights do not change between two optimizer steps, so a recompute and the
-update after it may use the same ``on_host``; with another plan than that of ``share`` a layer gives NaN.
+update after it may use the same ``on_host``. With a plan other than that of ``share``, a layer gives NaN.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Logical order: expert arrays as ``[E, ...]`` in the order of the expert ids, sharded over the ranks along E.
 
-Checkpoints and `relibra_jax.nnx.logical_params` hold experts so. The way there is a migration to the identity homes,
-after which each rank has the bytes of its part already, and only the shape changes.
+Checkpoints and `relibra_jax.nnx.logical_params` hold experts in this order. A migration to the identity homes brings
+them into it: each rank then has the bytes of its part, and only the shape changes.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""Arrays in the memory of the host, of which the devices take one micro-batch or one layer at a time.
+"""Arrays in the memory of the host, from which the devices take one micro-batch or one layer at a time.
 
 A batch's tables take gigabytes, and masters and moments take most of a model's memory, but a step needs only a part of
-them at a time. They may lie in the host's memory (memory kind ``pinned_host``), whole or sharded over the devices as
-ever. Compiled programs take their parts from there with `take`, and put results back with `to_host`. XLA copies the
-next part while the devices compute, where its schedule allows it.
+them at a time. They may lie in the host's memory (memory kind ``pinned_host``), whole or sharded over the devices.
+Compiled programs take their parts from there with `take`, and put results back with `to_host`. XLA copies the next part
+while the devices compute, where its schedule allows it.
 """
 
 from typing import Any, Final

@@ -30,7 +30,7 @@ OVERLAP_OPTIONS: Final = {
 }
 """The compiler options with which XLA on GPUs sends replicas while attention computes.
 
-The last one keeps sums of gradients over copies inside the loop over layers. XLA would move them behind it, and keep
+The last one keeps sums of gradients over copies inside the loop over layers. XLA would move them after it, and keep
 the sums of all layers twice.
 
 Use them as ``jax.jit(..., compiler_options=OVERLAP_OPTIONS)``. XLA on CPU does not have these options.

@@ -2,8 +2,8 @@
 
 NCCL EP (https://github.com/NVIDIA/nccl-extensions, folder nccl_ep) sends a token once to every node and rank that
 serve it, copies it there to the rows of its experts, and sums results in the same places on the way back. Its experts
-are the slots of a plan: slot ``s`` of rank ``r`` has number ``r * S + s``. Whichever expert a plan puts into a slot,
-home, resident or replica, NCCL EP therefore needs only the slot of each token copy, and delivers rows grouped by slot.
+are the slots of a plan: slot ``s`` of rank ``r`` has number ``r * S + s``. So NCCL EP needs only the slot of each token
+copy, whether the plan puts a home, a resident or a replica there, and delivers rows grouped by slot.
 
 TransformerEngine has four operations for it: dispatch with gates, combine without, and their transposes. They are what
 `relibra_jax.execution.dispatch.send_tokens` and ``return_tokens`` do, so that layers, gradients and `jax.checkpoint`
@@ -11,8 +11,8 @@ are the same as with other exchanges. The public functions ``ep_dispatch`` and `
 ranks, with one mesh axis of ranks. A layer runs on one rank, inside shard_map, on a mesh with two such axes. So it
 calls what the partitioning of these functions calls on every rank: ``EpDispatchPrimitive.impl`` and so on.
 
-The package builds against CUDA, so nothing of it runs in the tests, which have a stand-in with the same signatures. The
-signatures are recorded from its source (`COMMIT`), and compared with those of the installed package.
+The package builds against CUDA, so the tests use a stand-in with the same signatures. The signatures are recorded from
+its source (`COMMIT`), and compared with those of the installed package.
 """
 
 import importlib
@@ -60,7 +60,7 @@ SIGNATURES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )
-"""The names of the parameters of what is used of TransformerEngine, by module and name."""
+"""The parameter names of every function of TransformerEngine that is used, by module and name."""
 ALIGNMENT: Final = 0
 """Rows of slots follow each other without padding."""
 
@@ -248,7 +248,7 @@ def _started(operations: Any) -> Sizes | None:
 
 
 def load(name: str) -> Any:
-    """Import a module of TransformerEngine, and compare what is used of it with the recorded signatures."""
+    """Import a module of TransformerEngine, and compare the signatures that are used with the recorded ones."""
     module = importlib.import_module(name)
     for function, recorded in SIGNATURES[name].items():
         value: Any = module

@@ -95,7 +95,7 @@ class ExpertParallel:
     exchange: str = AUTO
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is padded on CPUs. On GPUs it is
     ragged if `relibra_jax.execution.exchange_check` has measured that as right and faster on these GPUs, else fitted,
-    unless a `relibra_jax.nnx.Balancer` finds that its first batch would take longer so. The layer prints the choice
+    unless a `relibra_jax.nnx.Balancer` finds that its first batch takes longer with it. The layer prints the choice
     once. ``nccl_ep`` (`relibra_jax.execution.start_nccl_ep`) raises an error if it cannot run."""
     fetch: str = AUTO
     """The kind of replica fetch: see `relibra_jax.execution.replicas`. ``auto`` is padded. ``remote`` raises an error
@@ -242,7 +242,7 @@ class ExpertParallel:
 
     @property
     def aligned_positions(self) -> int:
-        """The number of positions of which sequences have a multiple, so that all ranks dispatch equal pieces."""
+        """A divisor of the length of every sequence, with which all ranks dispatch equal pieces."""
         return self.pieces * (self.topology.ranks_per_node if self.is_striped else 1)
 
     @property

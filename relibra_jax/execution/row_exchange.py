@@ -66,7 +66,7 @@ def deal_rows(own: Int[np.ndarray, " b"], num_rows: int, mesh: Mesh, axes: tuple
 
 
 def check_owners(own: Int[np.ndarray, " b"], num_rows: int) -> None:
-    """Raise ValueError, on all processes, unless every row of a batch is with one of them. All processes call it."""
+    """Raise ValueError on all processes unless every row of a batch belongs to exactly one. All processes call it."""
     owners = np.zeros(num_rows, np.int32)
     np.add.at(owners, own, 1)
     owners = add_up(owners)

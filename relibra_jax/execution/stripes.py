@@ -15,7 +15,7 @@ def stripe(tokens: Shaped[jax.Array, "b T d"], local: int) -> Shaped[jax.Array, 
     """Deal the tokens of this rank's sequences to the ranks of its node.
 
     Args:
-        tokens: the values of the tokens, of which a sequence has a multiple of G.
+        tokens: the values of the tokens. The length of a sequence is a multiple of G.
         local: G, the number of ranks of a node.
 
     Returns:

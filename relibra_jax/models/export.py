@@ -157,7 +157,7 @@ def _as_tensor(value: jax.Array, *, shape: tuple[int, ...], transposed: bool, dt
 def _broadcast(
     experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh, fsdp_axis: str | None
 ) -> jax.Array:
-    """Broadcast the weights ``[3, D, F]`` of one rank's expert to all devices, bit by bit the same."""
+    """Broadcast the weights ``[3, D, F]`` of one rank's expert to all devices, bit for bit."""
     if in_host_memory(experts):
         experts, layer = take(experts, layer)[None], 0
     local = experts.shape[2]

@@ -103,7 +103,7 @@ def read_config(folder: str | Path) -> Fields:
 def saved_dtype(folder: str | Path) -> str | None:
     """Read the dtype of a checkpoint's tensors from its ``config.json``. None if it does not say.
 
-    Of a quantized checkpoint, whose tensors are saved without quantization, it is bfloat16.
+    For a quantized checkpoint, whose tensors are saved without quantization, it is bfloat16.
 
     Args:
         folder: the folder of the checkpoint.

@@ -5,7 +5,7 @@ separate axes. Every entry of the map is therefore a reshape, with or without a 
 logical numbers; the homes determine the slot of each. Checkpoints store experts in two forms. Most have one tensor for
 each expert and matrix. In *fused* checkpoints all experts of a layer are in two tensors, as `transformers` 5 keeps them
 in memory and writes them on request. Those of GPT-OSS are always fused, but in another layout: ``[inputs, outputs]``,
-and with the columns of gate and up in turn.
+with alternating columns of gate and up.
 """
 
 from collections.abc import Iterator

@@ -32,8 +32,8 @@ def scan_layers(
         x: the input of the first layer.
         inputs: the other inputs of all layers, such as parameters and routing, stacked along the first axis. For a
             `WithTotal` the layer gets the value, and the gradient with respect to the total is the total with the
-            value's gradient added. That with respect to the value is 0. If the total has axes of groups after that of
-            layers, the layer gets the value with these axes in front in the backward pass.
+            value's gradient added. The gradient with respect to the value is 0. If the total has axes of groups after
+            that of layers, the layer gets the value with these axes in front in the backward pass.
         memory: the memory in which the inputs ``x`` of layers wait for the backward pass, ``device`` or
             ``pinned_host``.
 

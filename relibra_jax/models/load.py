@@ -171,7 +171,7 @@ def _take_matrix(parts: list[Part], read, shape) -> np.ndarray:
 
 
 def _take(part: Part, read, shape) -> np.ndarray:
-    """Read one part in the dtype of its parameter, and unless it is of an expert in the shape of one index ``at``."""
+    """Read one part in the dtype of its parameter and, unless it is an expert's, in the shape of one index ``at``."""
     value = read(part.name, part.rows)
     value = value.T if part.transposed else value
     if part.path != EXPERTS:

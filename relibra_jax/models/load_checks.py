@@ -122,6 +122,6 @@ def memory_of_a_device(mesh: Mesh) -> int:
 
 
 def memory_of_device(device: jax.Device, *, shares: int) -> int:
-    """Return the memory of a device in bytes; a CPU device has one of so many shares of the machine's memory."""
+    """Return the memory of a device in bytes; a CPU device has a ``shares``-th part of the machine's memory."""
     statistics = device.memory_stats() or {}
     return statistics.get("bytes_limit", machine_memory() // shares)

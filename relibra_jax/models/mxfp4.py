@@ -71,7 +71,7 @@ class Mxfp4Files(TensorFiles):
         return dtypes
 
     def read(self, name: str, rows: tuple[int | slice, ...] = ()) -> np.ndarray:
-        """Read a tensor, or the part of it that ``rows`` selects, of tensors in MXFP4 a part of one entry."""
+        """Read a tensor, or the part of it that ``rows`` selects; for tensors in MXFP4, a part of one entry."""
         return self._entry(name, rows[0])[rows[1:]] if name in self._encoded else super().read(name, rows)
 
     def _read_entry(self, name: str, index: int) -> np.ndarray:

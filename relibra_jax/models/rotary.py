@@ -27,11 +27,11 @@ class Yarn:
     factor: float
     """The factor by which the context grows (``factor``)."""
     first_context: int
-    """The context of the model before that, in tokens (``original_max_position_embeddings``)."""
+    """The context of the model before it grows, in tokens (``original_max_position_embeddings``)."""
     fast_turns: float = 32.0
-    """Elements that turn at least so often in the first context keep their rates (``beta_fast``)."""
+    """Elements that turn at least this often in the first context keep their rates (``beta_fast``)."""
     slow_turns: float = 1.0
-    """The rates of elements that turn at most so often are divided by the factor (``beta_slow``)."""
+    """The rates of elements that turn at most this often are divided by the factor (``beta_slow``)."""
     whole: bool = True
     """Whether the ends of the ramp are rounded to whole elements, outwards (``truncate``)."""
 

@@ -143,8 +143,8 @@ class Balancer:
         key: random key for the planner and the assignment, the same on all processes.
         cost: the price for which batches are planned, a `relibra_jax.cost.cost_model.CostModel`. Where it says
             ``auto``, it takes what layers run. None derives one from the first model that is prepared and from the
-            kind of its devices (`relibra_jax.nnx.derived_cost.derive_cost`), with attention of the usual size, 4 D^2
-            weights and heads of together D, and no output head. Give one if the model differs or trains with
+            kind of its devices (`relibra_jax.nnx.derived_cost.derive_cost`), with attention of the usual size (4 D^2
+            weights, heads of total width D) and no output head. Give one if the model differs or trains with
             several updates. ``"balance"`` plans for balance instead of time, for ablations.
         assign: the function that assigns samples to micro-batches and ranks. Pass the same object for every balancer
             of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
@@ -288,9 +288,9 @@ class Balancer:
         """Plan a batch, size its buffers, and move the model's experts to the homes of the plan.
 
         If there are several processes, every process must call it, with the same replay or, with ``own``, with a part
-        of it. Parameters and optimizer state
-        that are not on the mesh yet are put there, according to their sharding metadata. Preparing a replay invalidates
-        the batch that was prepared from the previous replay. Preparing live routing does not.
+        of it. Parameters and optimizer state that are not on the mesh yet are put there, according to their sharding
+        metadata. Preparing a replay invalidates the batch that was prepared from the previous replay. Preparing live
+        routing does not.
 
         Args:
             model: a module with L `MoELayer`. Its experts move in place.
@@ -357,10 +357,10 @@ class Balancer:
     ) -> tuple[PreparedBatch, ...]:
         """Prepare a batch of several stages, such as a recompute of all samples and updates from parts of them.
 
-        One search plans all stages (`relibra_jax.plan_batch`). Experts move once, to homes that
-        all stages share, and all stages have the same residents. The caller may run the stages in any order and as
-        often as it likes until it prepares the next batch, which requires one optimizer step from any stage: a loop may
-        stop early. The weights of residents change with every optimizer step, so every update pushes them.
+        One search plans all stages (`relibra_jax.plan_batch`). Experts move once, to homes that all stages share, and
+        all stages have the same residents. The caller may run the stages in any order and as often as it likes until it
+        prepares the next batch, which requires one optimizer step from any stage: a loop may stop early. The weights of
+        residents change with every optimizer step, so every update pushes them.
 
         Args:
             model: a module with L `MoELayer`, as for `prepare`.

@@ -81,10 +81,10 @@ _SIDE: Final = 8
 def check_experts_in_place(marks: Float[np.ndarray, "L E m"], marks_now: Float[np.ndarray, "L E m"]) -> None:
     """Raise unless every expert is nearer to what it was than to what another expert of its layer was.
 
-    Parameters that were kept before experts moved, and put back after, are found by this: nothing else tells whose
-    weights are in a home slot. It finds them if training has meanwhile changed the marks of an expert by less than a
-    fifth of their difference from another expert's, and takes no training for a mistake that changes them less than
-    that between two batches. Parameters that are a mixture of two orders are not found.
+    This finds parameters that were kept before experts moved, and put back afterwards: nothing else tells whose weights
+    are in a home slot. It finds them if training has meanwhile changed the marks of an expert by less than a fifth of
+    their difference from another expert's. Training that changes the marks by less than that between two batches raises
+    no error. Parameters that are a mixture of two orders are not found.
 
     Args:
         marks: the marks of the model's experts when they last moved (`expert_marks`).

@@ -26,7 +26,7 @@ from relibra_jax.nnx.variables import ExpertParam
 STACKS: Final = ("layers", "dense")
 """The modules of a model whose parameters are stacked along a leading axis of layers, which is never split."""
 WHOLE: Final = ("bias",)
-"""The parameters that stay on every rank although they are no vectors: biases of attention have an axis of heads."""
+"""The parameters that stay on every rank although they are not vectors: biases of attention have an axis of heads."""
 FLOAT32: Final = ("router",)
 """The parameters that are not cast before they are gathered, because routing is computed in float32."""
 

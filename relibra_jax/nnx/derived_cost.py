@@ -154,7 +154,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "data_parallel": math.prod(parallel.data_shape),
         "spare_room": True,
     }
-    # A single group and piece are the defaults, which a caller need not have thought of.
+    # A single group and piece are the defaults, which a caller may not have chosen.
     anything = {
         "data_parallel": 1,
         "pieces": 1,
@@ -172,7 +172,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
 
 
 def priced_kind(kind: str) -> str:
-    """Return the kind of exchange of tokens as which another is priced, if it has no price of its own."""
+    """Return the kind of token exchange whose price applies to ``kind``, which may have no price of its own."""
     return kind if kind in (*IN_LANES, "ragged") else "needed"
 
 

@@ -4,7 +4,7 @@ With AdamW, float32 parameters and moments take 12 bytes for each value of the m
 them. `put_on_host` moves them to the host's memory, sharded as before. The programs of a step then compute with
 `on_device`, which copies the parameters in the dtype of the computation, 2 bytes a value in bfloat16. `apply_gradients`
 takes the optimizer step. Both run through stacked layers one at a time, so the device holds float32 state of one layer.
-Everything else sees the same parameters as ever: they migrate, are saved and restored where they are.
+Nothing else changes: parameters migrate, and are saved and restored, where they are.
 
 The host needs room for two copies of the state, because XLA writes a step's results beside its inputs.
 """

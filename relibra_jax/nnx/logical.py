@@ -5,7 +5,7 @@ weights so far, or that leave the program, must therefore not be copied as they 
 
     best = logical_params(model)              # with experts [E, 3, D, F], whatever their homes are now
     ...                                       # more batches
-    from_logical(model, best)                 # at the homes of today
+    from_logical(model, best)                 # at their current homes
 
 Both take the arrays of a whole model at once, and send every expert that is not at the place of its id. A moving
 average of every step is cheaper as a module of its own, which moves with the model: `Balancer.prepare` takes it in
@@ -85,7 +85,7 @@ def from_logical(
 ) -> None:
     """Set the parameters of a model, and the state of its optimizer, from arrays with experts in logical order.
 
-    Experts go to their homes of now. Values are cast to the dtypes of the model. The step number of the optimizer
+    Experts go to their current homes. Values are cast to the dtypes of the model. The step number of the optimizer
     stays.
 
     Args:

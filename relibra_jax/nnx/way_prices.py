@@ -16,7 +16,7 @@ from relibra_jax.planning.plan_price import WORTH, may_save_across, price_unload
 from relibra_jax.routing.exchange_rules import Way
 
 DEAR: Final = 0.01
-"""The share of a batch's time from which on replicas cost so much that a plan without them is searched too."""
+"""The share of a batch's time above which replicas cost so much that a plan without them is searched too."""
 
 type PriceCost = Callable[[CostModel], tuple[Price, ...]]
 """Returns the price of each stage of a batch for a cost model."""

@@ -45,7 +45,7 @@ def count_batch(
 ) -> Batch:
     """Count what planning needs from the routing replay of a batch.
 
-    Routes are counted sample by sample in their own dtype, so that this takes little more memory than the counts, also
+    Routes are counted sample by sample in their own dtype, so that this takes little more memory than the counts, even
     if the ids are a memory-mapped array. The function works under jit.
 
     Args:

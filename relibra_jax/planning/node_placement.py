@@ -119,7 +119,7 @@ def place_on_nodes(
     searches = ALTERNATIONS if topology.resident_slots else 1
     crossing = prices.crossing
     if not hierarchical:
-        # A visiting token brings as many copies as it has experts on the node, in the mean over random experts.
+        # A visiting token brings as many copies as it has experts on the node, averaged over random experts.
         crossing *= top_k / (nodes * (1 - (1 - 1 / nodes) ** top_k))
 
     def residents(home_node):

@@ -188,7 +188,7 @@ def _place_level(
     steps: int,
     key: PRNGKeyArray,
 ) -> Int[jax.Array, "L E"]:
-    """BinSearch the experts of each domain for its bins, and return the new homes."""
+    """Search for the bin of each expert in every domain, and return the new homes."""
     layers, experts = home.shape
     size = experts // (domains * bins)
     if bins == 1 or (size == 1 and domains == nodes):

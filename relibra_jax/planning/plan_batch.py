@@ -1,4 +1,4 @@
-"""The door to planning: `plan_batch` plans one batch, of one stage or of several.
+"""The entry point of planning: `plan_batch` plans one batch, of one stage or of several.
 
 It assigns the samples to micro-batches and ranks, and the experts to slots, in alternating rounds
 (`relibra_jax.planning.rounds`).
@@ -155,11 +155,11 @@ def plan_batch(
     Raises:
         ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
             stage, if the samples of a stage are not consecutive samples of the batch, if loads are predicted for a
-            planner without ``uses_predictions``, if an assignment or ``start``
-            does not fit the topology, if ``state`` is not the planner's, if ``cost`` does not have one entry per stage,
-            has stages that differ in path or striping, or has a negative price, if ``rounds`` is negative, if int32
-            cannot hold a count, if routes do not belong to the counts (`relibra_jax.planning.batch.check_routes`), or
-            if the planner or ``assign`` rejects its input.
+            planner without ``uses_predictions``, if an assignment or ``start`` does not fit the topology, if ``state``
+            is not the planner's, if ``cost`` does not have one entry per stage, has stages that differ in path or
+            striping, or has a negative price, if ``rounds`` is negative, if int32 cannot hold a count, if routes do not
+            belong to the counts (`relibra_jax.planning.batch.check_routes`), or if the planner or ``assign`` rejects
+            its input.
 
     >>> import numpy as np
     >>> from relibra_jax import relibra

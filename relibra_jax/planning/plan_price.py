@@ -130,7 +130,7 @@ def may_save_across(
 ) -> Bool[jax.Array, ""]:
     """Return whether replicas on other nodes may save `WORTH`, so that plans with them are worth a search.
 
-    They save at most all crossings, and cost at least that the replicas of the plans are fetched from all ranks.
+    They save at most all crossings, and cost at least the fetch of the plans' replicas from all ranks.
 
     Args:
         stages: the plan of each stage, without such replicas.

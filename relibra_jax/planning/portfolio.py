@@ -1,4 +1,4 @@
-"""The homes among which every layer chooses by the clock after the search: a portfolio of at most four.
+"""The homes among which every layer chooses by modelled time after the search: a portfolio of at most four.
 
 They are the homes of the batch before, those after one exchange of experts between pairs of ranks, the homes of the
 search without its residents, and homes that are packed anew, heaviest expert first, as systems do that never move an

@@ -1,4 +1,4 @@
-"""Replicas chosen by the clock: inside nodes or on others, and no more than their transfer is worth.
+"""Replicas chosen by modelled time: inside nodes or on others, and no more than their transfer is worth.
 
 A padded fetch takes as long as the rank that exports the most experts in any layer and micro-batch, and its buffers
 hold an even number of them. So where attention does not hide the fetch, replicas are planned with at most `FEW_EXPORTS`

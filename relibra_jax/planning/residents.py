@@ -23,7 +23,7 @@ from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
 
 MOST_EXPERTS: Final = 3
-"""The number of experts of a token on a node from which on its crossing is divided no further."""
+"""The number of experts of a token on a node beyond which its crossing is divided no further."""
 SHARE: Final = 0.25
 """How much less a crossing counts for each further expert that it serves. Equal shares left 20% of the crossings that a
 resident per rank saves on synthetic routing of 128 experts on 2 x 8 ranks, and a long search found 1% more."""

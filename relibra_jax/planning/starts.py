@@ -29,9 +29,8 @@ def start_assignment(
     Padded sequences hold one sample each and are all equally long, so the samples stay in their order, with equally
     many on every rank. Packed sequences start from samples packed by tokens (`relibra_jax.planning.sample_packing`),
     or with long samples together (`relibra_jax.planning.level_packing`) where that saves `LEAST_GAIN` of the time in
-    attention. The latter never needs more memory: its fullest rank has at most as many tokens. Long
-    samples are dealt to all data-parallel groups. For split sequences, samples are packed in
-    the same way into nodes.
+    attention. The latter never needs more memory: its fullest rank has at most as many tokens. Long samples are dealt
+    to all data-parallel groups. For split sequences, samples are packed into nodes in the same way.
 
     Args:
         lengths: the number of tokens of each sample. Traced lengths are packed by tokens.

@@ -108,7 +108,7 @@ def _as_replicas(plan: Plan, placement: Placement, topology: Topology, micro_bat
 
     home = jnp.asarray(placement.home)
     replica = jax.vmap(home_slots_of, (0, 1), 1)(home, jnp.where(dropped, EMPTY, copies))
-    # A rank has at most R copies that are no residents; they come first.
+    # A rank has at most R copies that are not residents; they come first.
     key = jnp.where(dropped, topology.num_experts, replica)
     key, at_replica = jax.lax.sort((key, jnp.where(dropped, 0, copied)), num_keys=1)
     first = slice(0, topology.replica_slots)

@@ -39,7 +39,7 @@ def sample_counts(
     The result equals `relibra_jax.sample_load` of the replay that `relibra_jax.replay_from_rollout` reads, with the
     same checks. The function uses NumPy alone and no device, so a rollout worker can call it. It decodes, checks and
     counts one sample at a time in the dtype of the recording, and widens the ids of one layer of it, so its memory does
-    not grow with the number of samples, but for its result.
+    not grow with the number of samples, apart from its result.
 
     Args:
         source, layout, mask, num_experts, top_k, num_layers, moe_layers, start, fill, live_routing: as in

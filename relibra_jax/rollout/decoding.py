@@ -78,7 +78,7 @@ def drop_placeholders(rows: np.ndarray, expected: Expected) -> np.ndarray:
     """Remove placeholder routes ``0..K-1`` (the same in every layer) from the end of a sample.
 
     NeMo-RL (``pad_and_align_routed_expert_indices`` and ``_dummy_routed_experts_for_tokens``) and SkyRL
-    (``make_replay_padding_indices_np``) write these for the last token, and for tokens of an environment behind the
+    (``make_replay_padding_indices_np``) write these for the last token, and for tokens of an environment after the
     last generation. Before the last token, such a row counts as a placeholder only if chance does not produce it
     (`IMPLAUSIBLE_BITS`).
     """

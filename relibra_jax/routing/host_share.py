@@ -1,6 +1,6 @@
 """Which replicas come from the host's memory instead of from other ranks, and what every rank keeps there.
 
-ForeMoE (arXiv 2606.11867) transfers experts on two ways at once: from device to device, and from the host's memory,
+ForeMoE (arXiv 2606.11867) transfers experts in two ways at once: from device to device, and from the host's memory,
 which holds weights that do not change between two optimizer steps. Here each rank keeps there, for every layer, the
 experts of those of its replicas that come from the host, in any micro-batch: an expert that it needs in several
 micro-batches is sent to it once an update. A compiled program copies equally many replicas on all ranks.

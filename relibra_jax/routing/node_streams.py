@@ -50,7 +50,7 @@ def lay_out_streams(
     Args:
         assignment: the samples of each node in each micro-batch, in the entries of its ranks in any order.
         lengths: the number of tokens of each sample.
-        align: the number of positions of whose multiples T is one (`ExpertParallel.aligned_positions`).
+        align: the number of positions that divides T (`ExpertParallel.aligned_positions`).
 
     Returns:
         The layout, with one sequence of T positions for each rank, which hold the tokens of every node.

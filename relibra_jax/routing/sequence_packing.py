@@ -50,8 +50,8 @@ def lay_out_sequences(
     Args:
         assignment: the samples that each rank holds in each micro-batch.
         lengths: the number of tokens of each sample.
-        align: the number of positions of whose multiples one is the start of each sample, and one the length of
-            sequences: `relibra_jax.execution.ExpertParallel.aligned_positions`.
+        align: the number of positions that divides the start of each sample and the length of sequences:
+            `relibra_jax.execution.ExpertParallel.aligned_positions`.
 
     Returns:
         The layout. In each sequence the samples follow one another, apart from alignment, and padding comes last.
@@ -90,7 +90,7 @@ def sequence_length(tokens: int, align: int) -> int:
 
     Args:
         tokens: the number of tokens of the fullest rank.
-        align: the number of positions of which the length is a multiple.
+        align: the number of positions that divides the length.
 
     >>> sequence_length(100, 1), sequence_length(8100, 256), sequence_length(130, 24)
     (100, 8192, 144)

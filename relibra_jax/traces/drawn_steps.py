@@ -4,7 +4,7 @@ No public recording of RL training of a model with 128 experts was found, so thi
 published. Samples are drawn as in `relibra_jax.traces.calibrated`, which is as uneven as a recording of a model with
 fewer experts, and every step has prompts of its own. There are three further assumptions:
 
-- *Drift.* On Qwen3-30B-A3B, about 10% of the experts that a response uses are others after one update (GSPO,
+- *Drift.* On Qwen3-30B-A3B, about 10% of the experts that a response uses change after one update (GSPO,
   arXiv 2507.18071, section 5.3). Here a step is one update, after which a tenth of the choices differ for the same
   tokens with the same noise. All of the drift is in what tokens have in common, and moves load. In a real model a part
   is near ties of single tokens, which move none, so this drift of loads is an upper bound.
@@ -134,7 +134,7 @@ def draw_steps(
 def changed_choices(
     size: Synthetic, turn: float, *, layers: int = 2, tokens: int = 1024, seed: int = 0
 ) -> float:
-    """Return the share of the experts of the same tokens that are others after an update that turns by an angle.
+    """Return the share of the experts of the same tokens that change in an update that turns by an angle.
 
     >>> from relibra_jax.traces.calibrated import SYNTHETIC
     >>> changed_choices(SYNTHETIC["synthetic-32"], 0.0, tokens=16)

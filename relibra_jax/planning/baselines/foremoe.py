@@ -6,7 +6,7 @@ mean loads, and small corrections in each micro-batch, planned from exact loads.
 `relibra_jax.execution.host_replicas`.
 
 The text leaves three numbers open. ``foremoe()`` has those that were best on our recorded trace (`PICKED`), so that the
-rival is at its best; ``foremoe(settings=PUBLISHED)`` takes the text word by word, and was tuned on nothing.
+baseline is at its best; ``foremoe(settings=PUBLISHED)`` takes the text word for word, and was tuned on nothing.
 """
 
 import functools
@@ -32,7 +32,7 @@ source's value."""
 
 
 class ForemoeSettings(NamedTuple):
-    """What the text of the source leaves open, or what we do in another way."""
+    """The settings that the text of the source leaves open, or in which this planner differs from it."""
 
     least_gain: float
     """The fraction by which a layer's largest rank loads of homes alone, summed over micro-batches, must fall for its

@@ -13,7 +13,7 @@ No code is public. As published, in sections 4.2 and 5.1 to 5.3:
   otherwise those with too few tokens (13). The most popular ones are fetched until memory is full (8), or until the
   time of attention is (9). This leaves at most top-k x ranks candidates, as the paper says; it gives no rule for that.
 
-What is ours:
+The choices of this implementation:
 
 - An iteration is a micro-batch. Transitions are counted over the previous batch, not over 10 iterations.
 - The price is that of the planner's request, where an exchanged row, a computed copy and a fetch have theirs. A
