@@ -131,7 +131,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
     Args:
         cost: the cost model.
         parallel: the settings with which layers execute plans.
-        sequences: ``padded`` or ``packed``.
+        sequences: ``padded``, ``packed`` or ``split``.
 
     Returns:
         The cost model of what runs.
@@ -224,7 +224,7 @@ def stage_prices(
         num_stages: the number of stages.
         updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes. None takes 1 for
             each of several stages, and those of the cost model for a single stage.
-        sequences: ``padded`` or ``packed``.
+        sequences: ``padded``, ``packed`` or ``split``.
 
     Raises:
         ValueError: if ``updates`` does not have an entry for each stage.
