@@ -279,7 +279,8 @@ def measure(topology: Topology, sizes: Sizes, *, tokens: int, repeats: int) -> R
     rows = max(round(tokens * topology.num_ranks * sizes.top_k / topology.num_experts), 1)
     core = core_rates(sizes, experts=topology.home_slots, rows=rows, repeats=repeats)
     attention = attention_rates(sizes, tokens=tokens, repeats=repeats)
-    links = [link_rate(mesh, axis, repeats=repeats) for axis in ("node", "local")]
+    # Exchanges vary more than computation.
+    links = [link_rate(mesh, axis, repeats=3 * repeats) for axis in ("node", "local")]
     sums = sum_seconds(mesh, sizes, topology, repeats=repeats)
     own = np.asarray([*core, *attention, *links, 0.0, sums], np.float32)
     of_ranks = multihost_utils.process_allgather(own).reshape(-1, own.size)

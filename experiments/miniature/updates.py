@@ -192,7 +192,7 @@ def _measure_rates(settings: Settings, tokens: float) -> Rates:
     nodes, local = settings.grid
     twin = TWINS[settings.twin]
     topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=twin.num_experts, replica_slots=0)
-    return measure(topology, twin.sizes(settings.layers), tokens=round(tokens), repeats=40)
+    return measure(topology, twin.sizes(settings.layers), tokens=round(tokens), repeats=15)
 
 
 def _time_update(run: Run) -> tuple[float, np.ndarray, np.ndarray, float]:
