@@ -18,7 +18,7 @@ from experiments.miniature.quota import whole_core
 
 MOST_SECONDS: Final = 600
 """The time for which a rank waits for a program that rank 0 has begun to compile."""
-BEGIN_SECONDS: Final = 0.5
+BEGIN_SECONDS: Final = 15
 """The time for which a rank waits for rank 0 to begin. After it, the rank compiles the program itself."""
 
 
