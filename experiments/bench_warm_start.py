@@ -2,9 +2,10 @@
 
 Each draw splits the samples of a recorded trace into two batches. The plan of the first batch gives the previous homes.
 The search for the second batch starts cold, from homes that were searched on its shortest samples, or from the homes of
-the first batch, which need no counts. The shortest samples finish first: see `relibra_jax.planning.batch.fill_unfinished`. The
-search then runs a number of rounds of assignment and placement. Imbalance and crossings are computed from the plans and
-depend only on the seed; the milliseconds are measured on this machine.
+the first batch, which need no counts. The shortest samples finish first: see
+`relibra_jax.planning.batch.fill_unfinished`. The search then runs a number of rounds of assignment and placement.
+Imbalance and crossings are computed from the plans and depend only on the seed; the milliseconds are measured on this
+machine.
 """
 
 import functools
