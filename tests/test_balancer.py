@@ -597,6 +597,20 @@ def test_restore_training_continues_the_run(topology, tmp_path):
             np.testing.assert_array_equal(actual_leaf, desired)
 
 
+@pytest.mark.slow
+def test_restore_training_carries_the_history_of_relibra_to_another_number_of_nodes(tmp_path):
+    first, second = Run(REORDERING), Run(REORDERING, topology=dataclasses.replace(TOPOLOGY, num_nodes=1))
+    first.train(0, 1)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        save_training(manager, 1, first.model, first.optimizer, first.balancer)
+        manager.wait_until_finished()
+        restore_training(manager, second.model, second.optimizer, second.balancer)
+    saved, restored = (run.balancer.state.planner.history for run in (first, second))
+    np.testing.assert_allclose(restored.load, np.mean(saved.load, 1, keepdims=True), rtol=1e-6)
+    assert int(restored.batches) == 1
+    np.testing.assert_allclose(second.train(1, 2), trained()[1][1:2], rtol=2e-6)
+
+
 def test_save_training_rejects_a_path(tmp_path):
     run = Run()
     # In tests the check of type annotations raises first, with its own message.

@@ -36,7 +36,7 @@ from relibra_jax.support.argument_types import checks_arguments
 
 
 class BatchTime(NamedTuple):
-    """The modelled time of a batch in seconds, as eight parts that add up to the total."""
+    """The modelled time of a batch in seconds: eight parts that add up to `total`, and ``hideable``."""
 
     attention: Float[Array, "*stack"]
     """Attention, projections and shared experts."""

@@ -234,7 +234,8 @@ def _check_layer_residents(residents: Residents | None, experts: Any, parallel: 
         if topology.resident_slots:
             raise ValueError(
                 f"resident_slots={topology.resident_slots}, but the layer has no weights of residents: set"
-                " PreparedLayer.residents to the residents of push_residents"
+                " PreparedLayer.residents to the residents of push_residents, or for live routing pass balancer.live,"
+                " whose topology has no such slots"
             )
         return None
     weights = residents.weights

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, PyTree
 
+from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan
 from relibra_jax.execution.memory import HOST, take, to_host
 from relibra_jax.execution.parallel import ExpertParallel
@@ -107,8 +108,8 @@ class PreparedBatch:
         """Describe in five lines what the plan is expected to gain: modelled time, not measured, by parts.
 
         The lines are a title, the plan, staying put (`relibra_jax.nnx.modelled_times.ModelledTimes`), the balanced run,
-        and the shares with the measured seconds of planning. A batch without a price has one line that says so. Runs on
-        the host.
+        and the shares with the measured seconds of planning. With resident slots, another line says how many hold an
+        expert. A batch without a price has one line that says so. Runs on the host.
         """
         self._on_host("summary")
         if self._batch_plan is None:
@@ -118,7 +119,16 @@ class PreparedBatch:
                 "this batch was planned for balance, without a price, so no time is modelled; planned in"
                 f" {self.plan_seconds:.2f} s (measured)"
             )
-        return summarise(self.modelled_times, self.plan_seconds)
+        return summarise(self.modelled_times, self.plan_seconds) + self._describe_residents()
+
+    def _describe_residents(self) -> str:
+        topology = self.parallel.topology
+        if self._batch_plan is None or not topology.resident_slots:
+            return ""
+        slots = np.asarray(resident_experts(self._batch_plan.plan, topology))
+        used = int((slots != EMPTY).sum())
+        reason = ": residents would take longer to push than they save" if not used else ""
+        return f"\n  {used} of {slots.size} resident slots of all layers hold an expert{reason}"
 
     def layers(self) -> PreparedLayer | None:
         """Return the prepared layers of all micro-batches, stacked ``[M, L, *data]``; None for live routing.

@@ -11,7 +11,7 @@ from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
-from relibra_jax.nnx.balancer_state import sizes_from_names
+from relibra_jax.nnx.balancer_state import BalancerState, sizes_from_names
 from relibra_jax.nnx.checks import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
@@ -21,6 +21,8 @@ from relibra_jax.support.interrupts import signals_deferred
 
 SIZES: Final = "balancer.capacities."
 """The prefix of the names of buffer sizes in a checkpoint."""
+HISTORY: Final = "balancer.planner.history.load"
+"""The name of the loads per node that a planner remembers (`relibra_jax.planning.horizon.History`)."""
 COPIES: Final = "copies."
 """The prefix of the names of the copies' arrays in a checkpoint."""
 
@@ -106,9 +108,13 @@ def restore_training(
     tree = _tree(model, optimizer, balancer, copies, extra)
     # The saved names show which stage shapes the checkpoint has buffer sizes for.
     sizes = sizes_from_names(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
+    state = balancer.state._replace(capacities=sizes)
+    if HISTORY in saved:
+        _, _, nodes, _ = saved[HISTORY]
+        state = _with_history_over(state, nodes)
     restored = restore_checkpoint(
         manager,
-        tree | {"balancer": balancer.state._replace(capacities=sizes)},
+        tree | {"balancer": state},
         layers=_layers(model, optimizer, copies),
         mesh=balancer.parallel.mesh,
         topology=balancer.parallel.topology,
@@ -124,9 +130,18 @@ def restore_training(
             set_homes(copy, restored.home)
         optimizer.step[...] = tree["updates"]
         set_homes(model, restored.home)
-        balancer.state = tree["balancer"]._replace(home=restored.home)
+        state = _with_history_over(tree["balancer"], balancer.parallel.topology.num_nodes)
+        balancer.state = state._replace(home=restored.home)
         balancer.trains = True
     return restored.step, tree["extra"]
+
+
+def _with_history_over(state: BalancerState, nodes: int) -> BalancerState:
+    """Give the history of the planner, if it keeps one, another number of nodes."""
+    if not hasattr(state.planner, "history"):
+        return state
+    history = state.planner.history.over_nodes(nodes)
+    return state._replace(planner=state.planner._replace(history=history))
 
 
 def _saved_state(model: nnx.Module) -> Any:

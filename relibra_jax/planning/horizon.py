@@ -58,6 +58,13 @@ class History(NamedTuple):
             load, jnp.asarray(home, jnp.int32), self.moved_so_far(home, topology), self.batches + 1
         )
 
+    def over_nodes(self, nodes: int) -> "History":
+        """Return the history for another number of nodes, each of which gets the mean of those before."""
+        load = jnp.asarray(self.load)
+        if load.shape[1] == nodes:
+            return self
+        return self._replace(load=jnp.repeat(load.mean(1, keepdims=True), nodes, axis=1))
+
     def moved_so_far(self, home: Int[Array, "L E"], topology: Topology) -> Float[jax.Array, " L"]:
         """Return the mean share of experts that a batch moved, with the last batch, whose homes are ``home``."""
         new, old = (jnp.asarray(each) // topology.home_slots for each in (home, self.home))
