@@ -142,6 +142,7 @@ def test_balancer_plans_as_plan_batch_and_compare(residents, stages):
         assert_same_bits([compared(topology, balancer.cost)], plans)
     times = [batch.modelled_times for batch in batches]
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
+    assert all(("resident slots" in batch.summary()) == bool(residents) for batch in batches)
 
 
 @pytest.mark.long
