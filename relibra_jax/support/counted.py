@@ -6,10 +6,10 @@ def counted(number: int, noun: str) -> str:
 
     Args:
         number: the number.
-        noun: the noun in the singular. Its plural ends in s, or in es after ch.
+        noun: the noun in the singular. Its plural ends in s, or in es after tch or nch, as in batch and branch.
 
-    >>> counted(1, "resident slot"), counted(2, "rank"), counted(8, "micro-batch")
-    ('1 resident slot', '2 ranks', '8 micro-batches')
+    >>> counted(1, "resident slot"), counted(8, "micro-batch"), counted(4, "epoch")
+    ('1 resident slot', '8 micro-batches', '4 epochs')
     """
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith(("tch", "nch")) else "s"
     return f"{number} {noun}{plural * (number != 1)}"
