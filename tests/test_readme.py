@@ -2,16 +2,45 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 
+import pytest
+
 from experiments.count_buffers import Buffers
+from experiments.miniature.compare import Compare
+from experiments.miniature.report import speeds
 from experiments.rl.config_file import config_names
 from experiments.rl.configs import Train
 from relibra_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
+
+
+def test_readme_shows_what_the_miniature_measured_and_each_balancer_expected():
+    """The figures are those of the kept run, and near what the Balancer of each run expects of its plan."""
+    path = "experiments/results/miniature/qwen3-30b-2x2-16"
+    of = speeds(json.loads((ROOT / f"{path}.json").read_text())["rows"])
+    shown = [of[f"{name}, fitted"] for name in ("static", "LPLB", "ReLibra", "ReLibra, 1 resident")]
+    assert (
+        max(speed.measured for name, speed in of.items() if name[:4] in ("LPLB", "Ultr", "Moon"))
+        == shown[1].measured
+    )
+    measured, expected = (
+        re.findall(r"[\d.]+%", re.search(rf"^\| {start}[^|]*\|(.*)\|", TEXT, re.MULTILINE).group(1))
+        for start in ("whole updates", "the same, as the `Balancer`")
+    )
+    assert measured == [f"{speed.measured:.1%}" for speed in shown]
+    assert expected == [f"{speed.predicted:.1%}" for speed in shown]
+    for speed in shown:
+        assert speed.predicted == pytest.approx(speed.modelled, rel=0.01)
+        assert speed.measured == pytest.approx(speed.predicted, rel=0.035)
+    for speed in shown[2:]:
+        assert speed.measured == pytest.approx(speed.predicted, rel=0.01)
+    assert f"]({path}.png)" in TEXT
+    assert len(TEXT.splitlines()) <= 140
 
 
 def test_contributing_shows_a_structure_that_exists():
@@ -33,7 +62,7 @@ def options(config):
 
 
 def test_readme_names_options_that_exist():
-    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers()]
+    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Compare()]
     valid = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= valid | {"list", "help"}, used - valid
