@@ -127,7 +127,11 @@ class PreparedBatch:
             return ""
         slots = np.asarray(resident_experts(self._batch_plan.plan, topology))
         used = int((slots != EMPTY).sum())
-        reason = ": residents would take longer to push than they save" if not used else ""
+        reason = ""
+        if not used:
+            reason = ": residents would take longer to push than they save"
+        if topology.num_nodes == 1:
+            reason = ": residents are copies from other nodes, and there is one node"
         return f"\n  {used} of {slots.size} resident slots of all layers hold an expert{reason}"
 
     def layers(self) -> PreparedLayer | None:

@@ -17,6 +17,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import (
     BALANCE,
+    EMPTY,
     Assignment,
     BatchPlan,
     Price,
@@ -261,10 +262,11 @@ def first_assignment(stage: Stage, batch: Batch, price: Price, topology: Topolog
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the stage's own assignment does not fit the topology.
+        ValueError: if the stage's own assignment does not fit the topology, or does not hold every sample of the stage
+            once; traced values are not checked.
     """
+    samples = range(len(batch.lengths)) if stage.samples is None else stage.samples
     if stage.start is None:
-        samples = range(len(batch.lengths)) if stage.samples is None else stage.samples
         assignment = start_assignment(
             batch.lengths[samples.start : samples.stop],
             topology,
@@ -274,7 +276,24 @@ def first_assignment(stage: Stage, batch: Batch, price: Price, topology: Topolog
         return shift_samples(assignment, samples.start)
     ranks = (stage.num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", stage.start.sample.shape[:3], ranks)
+    if not isinstance(stage.start.sample, jax.core.Tracer):
+        _check_each_once(np.asarray(stage.start.sample), samples)
     return stage.start
+
+
+def _check_each_once(sample: np.ndarray, samples: range) -> None:
+    placed = sample[sample != EMPTY]
+    foreign = placed[(placed < samples.start) | (placed >= samples.stop)]
+    if foreign.size:
+        raise ValueError(
+            f"start has sample {foreign[0]}, which is not among {samples.start} to {samples.stop - 1}"
+        )
+    times = np.bincount(placed - samples.start, minlength=len(samples))
+    if (times != 1).any():
+        wrong = int(np.argmax(times != 1))
+        raise ValueError(
+            f"start has sample {samples.start + wrong} {times[wrong]} times; it must have each once"
+        )
 
 
 def _check_prices(cost: Price | Sequence[Price], num_stages: int) -> tuple[Price, ...]:
