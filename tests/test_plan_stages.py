@@ -14,7 +14,7 @@ from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.planner import Planner
 from relibra_jax.contract.replay import expert_load, sample_load
-from relibra_jax.contract.types import EMPTY, Topology
+from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
@@ -293,6 +293,14 @@ IN_ORDER = assign_in_order(32, TOPOLOGY, num_micro_batches=2)
         (
             {"stages": (Stage(2), Stage(4, start=IN_ORDER))},
             r"micro-batches and ranks of start: expected shape \(4, 2, 2\), found \(2, 2, 2\)",
+        ),
+        (
+            {"stages": [Stage(2, start=Assignment(np.maximum(IN_ORDER.sample, 1)))]},
+            "start has sample 0 0 times; it must have each once",
+        ),
+        (
+            {"stages": [Stage(2, range(31), start=IN_ORDER)]},
+            "start has sample 31, which is not among 0 to 30",
         ),
         (
             {"stages": (Stage(2), Stage(4, range(16, 40)))},
