@@ -60,7 +60,7 @@ def test_compare_refuses_a_peer_that_is_not_installed(name, monkeypatch, tmp_pat
 def test_tables_have_peers_without_a_modelled_speed():
     row = {"slow_bytes": [1e6], "fast_bytes": [0], "needed": {"slow": 1, "fast": 0}, "phases": None}
     rows = {
-        name: row | {"seconds": [seconds], "modelled": modelled}
+        name: row | {"seconds": [seconds], "modelled": modelled, "predicted": modelled and modelled["all"]}
         for name, seconds, modelled in (
             ("static", 4.0, {"all": 4.0}),
             ("Tunix", 8.0, None),
@@ -68,7 +68,7 @@ def test_tables_have_peers_without_a_modelled_speed():
         )
     }
     report = {"rows": rows, "there": {}, "here": {}, "settings": {"twin": "gpt-oss-20b"}}
-    assert speeds(rows)["Tunix"][::3] == (0.25, None)
+    assert speeds(rows)["Tunix"] == (0.25, 0.25, 0.25, None, None)
     assert agreement(speeds(rows)).largest_error == 0.0
     _, table, _ = make_tables(report)
     assert [list(column.cells)[1] for column in table.columns] == [
@@ -76,6 +76,7 @@ def test_tables_have_peers_without_a_modelled_speed():
         "8.00",
         "25.0%",
         "25.0% to 25.0%",
+        "",
         "",
         "",
     ]
