@@ -102,9 +102,9 @@ def read_config(name: str) -> ConfigFile:
         path = FOLDER / f"{name}.toml"
         if not path.exists():
             names = config_names()
+            hint = ", before all options" if name.startswith("-") else suggest_names(name, names)
             raise ValueError(
-                f"configuration {name!r} must be a file with the ending .toml or one of {', '.join(names)}"
-                f"{suggest_names(name, names)}"
+                f"configuration {name!r} must be a file with the ending .toml or one of {', '.join(names)}{hint}"
             )
     if not path.is_file():
         raise ValueError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
