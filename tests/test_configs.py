@@ -135,7 +135,11 @@ def test_sweeps_combine():
             ["nowhere"],
             "configuration 'nowhere' must be a file with the ending .toml or one of algorithms, demo",
         ),
-        (["--resume", "out/demo"], "spell-backward, before all options"),
+        (
+            ["--resume", "out/demo"],
+            "configuration '--resume' must be a file with the ending .toml or one of "
+            f"{', '.join(config_names())}, before all options",
+        ),
         (["nowhere.toml"], "nowhere.toml: no such file"),
         (["demo", "--set", "steps"], "--set steps: must be a setting and a value, as in steps=10"),
         (["demo", "--set", "stesp=1"], "--set stesp=1: stesp is not a setting; did you mean steps or"),
