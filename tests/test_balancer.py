@@ -606,7 +606,8 @@ def test_restore_training_carries_the_history_of_relibra_to_another_number_of_no
         manager.wait_until_finished()
         restore_training(manager, second.model, second.optimizer, second.balancer)
     saved, restored = (run.balancer.state.planner.history for run in (first, second))
-    np.testing.assert_allclose(restored.load, np.mean(saved.load, 1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(restored.load, np.sum(saved.load, 1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(restored.over_nodes(4).load.sum((1, 2)), 1, rtol=1e-6)
     assert int(restored.batches) == 1
     np.testing.assert_allclose(second.train(1, 2), trained()[1][1:2], rtol=2e-6)
 

@@ -26,8 +26,8 @@ from relibra_jax.nnx.variables import ExpertParam
 PASSES: Final = 3
 """A forward pass, and a backward pass that costs two."""
 SMALL, LARGE = 1 << 14, 1 << 22
-"""The bytes that a rank sends to each other in the two exchanges. The large one is as large as those of a layer, and
-takes much longer than ranks wait for each other."""
+"""The bytes that a rank sends to each other in the two exchanges. The large one is at least as large as those of a
+layer, and takes much longer than ranks wait for each other."""
 LATEST: Final = 0.05
 """The most seconds by which a rank arrives late."""
 LENGTHS: Final = (64, 448)

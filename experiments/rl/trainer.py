@@ -111,7 +111,7 @@ class Trainer:
         self.texts: list[SampleText] = []
         """Some samples of the last learning step as text, on the first process."""
         self.summary: str | None = None
-        """The modelled time of the last batch, in five lines. None before the first, and without a price."""
+        """The modelled time of the last batch, in a few lines. None before the first, and without a price."""
 
     @property
     def total_steps(self) -> int:

@@ -119,20 +119,12 @@ class PreparedBatch:
                 "this batch was planned for balance, without a price, so no time is modelled; planned in"
                 f" {self.plan_seconds:.2f} s (measured)"
             )
-        return summarise(self.modelled_times, self.plan_seconds) + self._describe_residents()
-
-    def _describe_residents(self) -> str:
-        topology = self.parallel.topology
-        if self._batch_plan is None or not topology.resident_slots:
-            return ""
+        summary, topology = summarise(self.modelled_times, self.plan_seconds), self.parallel.topology
+        if not topology.resident_slots:
+            return summary
         slots = np.asarray(resident_experts(self._batch_plan.plan, topology))
         used = int((slots != EMPTY).sum())
-        reason = ""
-        if not used:
-            reason = ": residents would take longer to push than they save"
-        if topology.num_nodes == 1:
-            reason = ": residents are copies from other nodes, and there is one node"
-        return f"\n  {used} of {slots.size} resident slots of all layers hold an expert{reason}"
+        return f"{summary}\n  {used} of {slots.size} resident slots of all layers hold an expert"
 
     def layers(self) -> PreparedLayer | None:
         """Return the prepared layers of all micro-batches, stacked ``[M, L, *data]``; None for live routing.

@@ -59,11 +59,11 @@ class History(NamedTuple):
         )
 
     def over_nodes(self, nodes: int) -> "History":
-        """Return the history for another number of nodes, each of which gets the mean of those before."""
+        """Return the history for another number of nodes, each of which gets an equal part of the loads of all."""
         load = jnp.asarray(self.load)
         if load.shape[1] == nodes:
             return self
-        return self._replace(load=jnp.repeat(load.mean(1, keepdims=True), nodes, axis=1))
+        return self._replace(load=jnp.repeat(load.sum(1, keepdims=True) / nodes, nodes, axis=1))
 
     def moved_so_far(self, home: Int[Array, "L E"], topology: Topology) -> Float[jax.Array, " L"]:
         """Return the mean share of experts that a batch moved, with the last batch, whose homes are ``home``."""

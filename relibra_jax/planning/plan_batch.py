@@ -57,7 +57,7 @@ class Stage:
     """The samples of the stage, as a range of consecutive samples of the batch. None for all samples."""
     start: Assignment | None = None
     """The assignment of the stage's samples for the first plan, with samples numbered as in the batch, for example from
-    `assign_in_order`. None assigns them by their lengths (`relibra_jax.planning.starts.start_assignment`)."""
+    `assign_in_order`, each once. None assigns them by lengths (`relibra_jax.planning.starts.start_assignment`)."""
 
 
 @overload
@@ -156,11 +156,11 @@ def plan_batch(
     Raises:
         ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
             stage, if the samples of a stage are not consecutive samples of the batch, if loads are predicted for a
-            planner without ``uses_predictions``, if an assignment or ``start`` does not fit the topology, if ``state``
-            is not the planner's, if ``cost`` does not have one entry per stage, has stages that differ in path or
-            striping, or has a negative price, if ``rounds`` is negative, if int32 cannot hold a count, if routes do not
-            belong to the counts (`relibra_jax.planning.batch.check_routes`), or if the planner or ``assign`` rejects
-            its input.
+            planner without ``uses_predictions``, if an assignment or ``start`` does not fit the topology, if an
+            assignment does not have every sample once, if ``state`` is not the planner's, if ``cost`` does not have one
+            entry per stage, has stages that differ in path or striping, or has a negative price, if ``rounds`` is
+            negative, if int32 cannot hold a count, if routes do not belong to the counts
+            (`relibra_jax.planning.batch.check_routes`), or if the planner or ``assign`` rejects its input.
 
     >>> import numpy as np
     >>> from relibra_jax import relibra
