@@ -4,10 +4,8 @@ Every rank's process runs ``python -m experiments.miniature.updates SETTINGS``. 
 each update together. Rank 0 writes the results.
 """
 
-import ctypes
 import dataclasses
 import functools
-import gc
 import json
 import sys
 import time
@@ -150,19 +148,12 @@ def _prepare(settings: Settings, twin: Twin, cost: CostModel, draws: list[Draw])
                 path=settings.path,
             )
             planned, loss = time.perf_counter() - begin, float(run.update())
-        _free_memory()
         ready = time.perf_counter() - begin - planned
         _say(f"{name}: prepared in {planned:.0f} s, compiled and run once in {ready:.0f} s, loss {loss:.2f}")
         if not contender.even:
             losses[name] = loss
     _check_losses(losses, TOLERANCE)
     return runs
-
-
-def _free_memory() -> None:
-    """Return what compilations and planning have freed to the machine, whose memory all ranks share."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _check_losses(losses: dict[str, float], tolerance: float) -> None:
