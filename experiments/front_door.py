@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import TraceName, run_program
+from experiments.program import TraceName, parse_ranks, run_program
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
 from relibra_jax.cost.step_time import attention_time, rank_time
@@ -98,9 +98,9 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Se
         residents: the number of resident slots of a rank.
 
     Raises:
-        ValueError: if the trace has too few samples.
+        ValueError: if ``ranks`` does not have this form, or the trace has too few samples.
     """
-    nodes, local = map(int, ranks.split("x"))
+    nodes, local = parse_ranks(ranks)
     topology = Topology(
         num_nodes=nodes,
         ranks_per_node=local,
@@ -294,6 +294,8 @@ def main(config: FrontDoor) -> None:
         ValueError: if the trace does not fit the settings.
     """
     trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=140)
+    settings = {field: value for field, value in dataclasses.asdict(config).items() if field != "record"}
+    about = settings | dataclasses.asdict(costs_of(config)) | {"trace": trace.name}
     roads, sent = {}, {}
     for ranks, residents in itertools.product(config.ranks, config.residents):
         name, case = f"{ranks}, {residents or 'no'} resident", make_case(trace, config, ranks, residents)
@@ -301,10 +303,6 @@ def main(config: FrontDoor) -> None:
         roads[name], sent[name] = road_rows(case, outcomes), price_as_sent(outcomes["plan_batch"])
         _forget_programs()
         if config.record is not None:  # after every case: one takes minutes
-            settings = {
-                field: value for field, value in dataclasses.asdict(config).items() if field != "record"
-            }
-            about = settings | dataclasses.asdict(costs_of(config)) | {"trace": trace.name}
             write_json(config.record, about | {"roads": roads, "sent": sent})
     console.print(roads_table(roads))
     console.print(sent_table(sent))

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: the trace argument, the console, and the parsing of options."""
+"""What the programs of this folder share: arguments of traces and ranks, the console, and the parsing of options."""
 
 import functools
 import sys
@@ -21,6 +21,21 @@ TraceName = Annotated[
     ),
 ]
 """The trace argument of a program: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
+
+
+def parse_ranks(ranks: str) -> tuple[int, int]:
+    """Return the numbers of nodes and of local ranks in an option such as ``2x4``.
+
+    Raises:
+        ValueError: if the text does not have this form.
+
+    >>> parse_ranks("2x8")
+    (2, 8)
+    """
+    numbers = ranks.split("x")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"ranks={ranks!r} must be nodes x local ranks, for example 2x4")
+    return int(numbers[0]), int(numbers[1])
 
 
 def wide_console() -> Console:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
-from experiments.program import TraceName, run_program
+from experiments.program import TraceName, parse_ranks, run_program
 from experiments.rank_times import imbalance_over_stages, quotas_of_ranks, rank_seconds, slowest_seconds
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.types import Topology
@@ -102,7 +102,7 @@ def main(config: Stragglers) -> None:
     )
     for trace in (read_trace(config.trace), synthetic_trace()):
         for ranks in config.ranks:
-            nodes, local = map(int, ranks.split("x"))
+            nodes, local = parse_ranks(ranks)
             topology = Ranks(nodes=nodes, ranks_per_node=local).topology(trace.num_experts)
             by_name = contenders(
                 trace,

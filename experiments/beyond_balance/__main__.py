@@ -29,7 +29,7 @@ from rich.table import Table
 
 from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
-from experiments.program import TraceName, run_program
+from experiments.program import TraceName, parse_ranks, run_program
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay, Topology
@@ -147,12 +147,10 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
     Raises:
         ValueError: if ``ranks`` does not have this form, or `Topology` rejects the numbers.
     """
-    numbers = ranks.split("x")
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"ranks={ranks!r} must be nodes x local ranks, for example 2x4")
+    nodes, local = parse_ranks(ranks)
     return Topology(
-        num_nodes=int(numbers[0]),
-        ranks_per_node=int(numbers[1]),
+        num_nodes=nodes,
+        ranks_per_node=local,
         num_experts=num_experts,
         replica_slots=1,
         resident_slots=resident_slots,

@@ -253,9 +253,7 @@ class Run:
         price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
         time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
-        micro_batches, layers = plan.load.shape[:2]
-        parts = {part: float(value) for part, value in time.parts().items()}
-        return parts | {"sums": micro_batches * layers * rates.sums}
+        return {part: float(value) for part, value in time.parts().items()} | {"sums": self._sums(rates)}
 
     def predicted(self, rates: Rates) -> float:
         """Return the seconds of the update that the balancer itself expects of its plan, with the same sums as above.
@@ -264,8 +262,11 @@ class Run:
         """
         times = self.batch.modelled_times
         assert times is not None
+        return float(times.plan.total - times.plan.reorder) + self._sums(rates)
+
+    def _sums(self, rates: Rates) -> float:
         micro_batches, layers = self.batch.batch_plan.load.shape[:2]
-        return float(times.plan.total - times.plan.reorder) + micro_batches * layers * rates.sums
+        return micro_batches * layers * rates.sums
 
     @property
     def needed(self) -> dict[str, int]:
