@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -21,13 +22,14 @@ from rich.table import Table
 from experiments.program import run_program
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import RoutingReplay, Topology
+from relibra_jax.contract.types import EMPTY, Assignment, Price, RoutingReplay, Topology
 from relibra_jax.evaluation import Batching, Costs, PlannedBatch, make_setting
 from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_of_batch
-from relibra_jax.evaluation.replica_nodes import with_replica_nodes
+from relibra_jax.evaluation.replica_nodes import choose_replica_nodes
 from relibra_jax.planning.batch import count_batch
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
@@ -150,23 +152,28 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
     setting = dataclasses.replace(
         setting, cost_model=dataclasses.replace(setting.cost_model, pieces=cell.pieces)
     )
+    replays = setting.batches.replays[:BATCHES]
+    stages = _stages_of_one_shape(replays, topology, setting.cost_model.price(topology))
     seconds: dict[str, float] = {}
     for name in (*planners, "balanced"):
         entry = PLANNERS.get(name, PLANNERS["static"])
-        price = with_replica_nodes(entry, setting).cost_model.price(topology)
         planner_key, key = jax.random.split(jax.random.key(0))
         state: Any = entry.planner.init(topology, LAYERS, key=planner_key)
         home: Any = contiguous_homes(topology, LAYERS)
+        count = functools.partial(
+            count_batch,
+            topology=topology,
+            with_routes=cell.sees == "routes",
+            with_transitions=entry.planner.uses_transitions,
+        )
+        price = choose_replica_nodes(
+            entry, setting.cost_model, topology, count(replays[0]), stages[0], seed=0
+        ).price(topology)
         times = []
-        for replay in setting.batches.replays[:BATCHES]:
-            batch = count_batch(
-                replay,
-                topology,
-                with_routes=cell.sees == "routes",
-                with_transitions=entry.planner.uses_transitions,
-            )
-            batch_plan, state = plan_batch(
-                batch, entry.planner, state, topology, stages=MICRO_BATCHES, cost=price, key=key
+        for replay, stage in zip(replays, stages, strict=True):
+            batch = count(replay)
+            (batch_plan,), state = plan_batch(
+                batch, entry.planner, state, topology, stages=[stage], cost=price, key=key
             )
             if price.striped:
                 batch_plan = with_striped_load(batch_plan, replay, topology)
@@ -180,6 +187,26 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> dict[str, float]:
             times.append(float(time.total))
         seconds[name] = float(np.mean(times))
     return seconds
+
+
+def _stages_of_one_shape(
+    replays: Sequence[RoutingReplay], topology: Topology, price: Price
+) -> list[Stage]:
+    """Return the stage of every batch, with as many positions for samples as the batch that needs most.
+
+    Batches of one shape compile once.
+    """
+    lengths = [replay.mask.sum(1) for replay in replays]
+    packed = [
+        np.asarray(start_assignment(each, topology, num_micro_batches=MICRO_BATCHES, price=price).sample)
+        for each in lengths
+    ]
+    room = max(each.shape[-1] for each in packed)
+    missing = [((0, 0),) * 3 + ((0, room - each.shape[-1]),) for each in packed]
+    return [
+        Stage(MICRO_BATCHES, start=Assignment(np.pad(each, pad, constant_values=EMPTY)))
+        for each, pad in zip(packed, missing, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
