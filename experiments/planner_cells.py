@@ -128,9 +128,9 @@ def _trace(name: str) -> Trace:
 class CellTimes(NamedTuple):
     """The mean modelled seconds of a cell's batches, by planner.
 
-    Ranks of a node deal their tokens to each other, so that the longest lane of a real micro-batch is hardly longer than
-    the mean. A cell has a few hundred tokens on a rank, priced as if they were up to 16,384. The lanes of so few tokens
-    differ by chance, and by the rule of the workloads W0 to W7, which repeat after four or eight tokens.
+    Ranks of a node deal their tokens to each other, so that the longest lane of a real micro-batch is hardly longer
+    than the mean. A cell has a few hundred tokens on a rank, priced as if they were up to 16,384. The lanes of so few
+    tokens differ by chance, and by the rule of the workloads W0 to W7, which repeat after four or eight tokens.
     """
 
     level: dict[str, float]
@@ -202,7 +202,10 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> CellTimes:
                 level = dealt._replace(batch_plan=batch_plan)
                 pairs = [(level, _level_visits(visits, topology, price)), (dealt, visits)]
                 times.append(
-                    [float(time_of_batch(each, topology, price, visits=visits).total) for each, visits in pairs]
+                    [
+                        float(time_of_batch(each, topology, price, visits=visits).total)
+                        for each, visits in pairs
+                    ]
                 )
             home = batch_plan.plan.home
         seconds[name], seconds_counted[name] = np.mean(times, 0).tolist()
@@ -221,9 +224,7 @@ def _level_visits(
     return jnp.broadcast_to(by_node.mean(3, keepdims=True), by_node.shape).reshape(visits.shape)
 
 
-def _stages_of_one_shape(
-    replays: Sequence[RoutingReplay], topology: Topology, price: Price
-) -> list[Stage]:
+def _stages_of_one_shape(replays: Sequence[RoutingReplay], topology: Topology, price: Price) -> list[Stage]:
     """Return the stage of every batch, with as many positions for samples as the batch that needs most.
 
     Batches of one shape compile once.

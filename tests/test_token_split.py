@@ -121,6 +121,20 @@ def test_source_quota_gives_every_slot_as_many_copies_of_each_rank():
     np.testing.assert_array_equal(sent[[1, 2], 3, 1], [150, 150])
 
 
+def test_source_quota_divides_the_copies_of_a_node_over_all_slots_of_its_node():
+    """Two copies of one expert are in the first node and serve both: each takes half of the copies of either node."""
+    topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1)
+    slot_expert = np.arange(6).reshape(2, 3, 1)
+    slot_expert = np.concatenate([slot_expert, np.full_like(slot_expert, EMPTY)], -1)
+    slot_expert[0, 1, 1] = 0
+    quota, load = np.zeros((2, 3, 2), int), np.zeros((2, 3, 6), int)
+    quota[0, 0, 0] = quota[0, 1, 1] = 100
+    load[0, 2, 0], load[1, 2, 0] = 80, 120
+    sent = np.asarray(source_quota(LayerPlan(slot_expert, np.arange(0, 12, 2), quota, load), topology))
+    np.testing.assert_array_equal(sent[2, 0, [0, 1], [0, 1]], [40, 40])
+    np.testing.assert_array_equal(sent[5, 0, [0, 1], [0, 1]], [60, 60])
+
+
 def test_node_visits_are_those_of_the_copies_slots(replay, batch):
     """Find the slots of the copies of each rank's tokens with `copy_slots`."""
     sent = sent_by(batch)

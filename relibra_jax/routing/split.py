@@ -3,9 +3,12 @@
 A plan says how many token copies each slot computes, but not from which ranks they come. `source_quota` decides that: a
 slot on the same rank serves first, then slots in the same node, then all others. In each of the last two rounds the
 supply of the ranks and the demand of the slots are laid out along one line and matched where they overlap (the
-north-west corner rule). So the result is exact, in integers, and deterministic. Each rank lays out its supply in
-`PARTS` parts, one part of every rank after another, so that every slot gets about as many copies from each rank: an
-exchange is as long as its longest lane.
+north-west corner rule). So the result is exact, in integers, and deterministic.
+
+An exchange is as long as its longest lane, so every slot should get about as many copies from each rank. Each rank
+lays out its supply in `PARTS` parts, one part of every rank after another. And where a node has fewer copies of an
+expert than its slots compute, each of these slots takes a share of them in proportion; otherwise one slot would take
+all of them, and the copies of other nodes would go to the rest.
 
 The functions work on one layer of one micro-batch; callers vmap them.
 """
@@ -52,9 +55,10 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     sent = jnp.where(is_own, copies, 0)
     supply, demand = supply - own, demand - own
     for neighbours in _rounds(topology):
-        matched = _overlap(supply, demand, expert, neighbours)
+        served = _served(supply, demand, neighbours)
+        matched = _overlap(supply, served, expert, neighbours)
         sent = sent + _on_diagonal(jnp.swapaxes(matched, 1, 2))
-        supply, demand = _unmatched(supply, demand, neighbours)
+        supply, demand = _unmatched(supply, served, neighbours), demand - served
     return sent.reshape(-1, topology.num_nodes, topology.ranks_per_node, topology.slots)
 
 
@@ -81,10 +85,11 @@ def pair_load(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
     supply, demand = supply - own, demand - own
     sent = jnp.diag(own.sum(1, dtype=jnp.int32))
     for neighbours in _rounds(topology):
-        matched = _overlap(supply, demand, expert, neighbours)
+        served = _served(supply, demand, neighbours)
+        matched = _overlap(supply, served, expert, neighbours)
         by_rank = matched.reshape(len(matched), neighbours, topology.slots, neighbours)
         sent = sent + _on_diagonal(jnp.swapaxes(by_rank.sum(2, dtype=jnp.int32), 1, 2))
-        supply, demand = _unmatched(supply, demand, neighbours)
+        supply, demand = _unmatched(supply, served, neighbours), demand - served
     return sent
 
 
@@ -121,15 +126,11 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     # The shares of an expert's slots follow one another; their ends, rounded down, divide its copies into integers.
     slots = jnp.argsort(slot_expert, stable=True)
     slot_expert, share = slot_expert[slots], share[slots]
-    whole = jnp.maximum(planned, 1)[slot_expert]
     first = jnp.searchsorted(slot_expert, slot_expert, side="left")
     until = jnp.cumsum(share, dtype=jnp.int32)
     until = until - (until - share)[first]
     total = jnp.append(total, 0)[slot_expert]
-    # A float is a few copies off and differs between devices. What it leaves of the product is exact, because it is
-    # small, though both products may wrap around.
-    end = jnp.floor(total * (until / whole)).astype(jnp.int32)
-    end = end + (total * until - end * whole) // whole
+    end = _proportion(until, planned[slot_expert], total)
     begin = jnp.where(jnp.arange(slot_expert.size) == first, 0, jnp.roll(end, 1))
     quota = jnp.zeros_like(end).at[slots].set(end - begin, unique_indices=True)
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
@@ -192,18 +193,38 @@ def _parts(supply: Int[jax.Array, "P E"], neighbours: int) -> Int[jax.Array, "gr
     return jnp.swapaxes(parts, 1, 2).reshape(len(parts), PARTS * neighbours, -1)
 
 
-def _unmatched(
+def _served(
     supply: Int[jax.Array, "P E"], demand: Int[jax.Array, "P E"], neighbours: int
-) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"]]:
-    """Return what remains of supply and demand after each group of neighbouring ranks has matched its own."""
-    sides = _parts(supply, neighbours), demand.reshape(-1, neighbours, demand.shape[1])
-    remaining = []
-    for side, other in (sides, sides[::-1]):
-        total = other.sum(1, keepdims=True, dtype=side.dtype)
-        left = side - jnp.clip(total - _line_starts(side), 0, side)
-        by_rank = left.reshape(len(left), -1, neighbours, left.shape[2]).sum(1, dtype=left.dtype)
-        remaining.append(by_rank.reshape(supply.shape))
-    return remaining[0], remaining[1]
+) -> Int[jax.Array, "P E"]:
+    """Return the demand that each group of neighbouring ranks serves itself: of each rank in proportion to its own."""
+    supplies, demands = (each.reshape(-1, neighbours, each.shape[1]) for each in (supply, demand))
+    offered, wanted = (each.sum(1, keepdims=True, dtype=jnp.int32) for each in (supplies, demands))
+    ends = _proportion(jnp.cumsum(demands, axis=1, dtype=jnp.int32), wanted, offered)
+    parts = jnp.diff(ends, axis=1, prepend=0)
+    return jnp.where(offered < wanted, parts, demands).reshape(demand.shape)
+
+
+def _unmatched(
+    supply: Int[jax.Array, "P E"], served: Int[jax.Array, "P E"], neighbours: int
+) -> Int[jax.Array, "P E"]:
+    """Return what remains of the supply after each group of neighbouring ranks has matched its own."""
+    parts = _parts(supply, neighbours)
+    total = served.reshape(-1, neighbours, served.shape[1]).sum(1, keepdims=True, dtype=jnp.int32)
+    left = parts - jnp.clip(total - _line_starts(parts), 0, parts)
+    return (
+        left.reshape(len(left), -1, neighbours, left.shape[2]).sum(1, dtype=jnp.int32).reshape(supply.shape)
+    )
+
+
+def _proportion(
+    part: Int[jax.Array, "*stack"], whole: Int[jax.Array, "..."], total: Int[jax.Array, "..."]
+) -> Int[jax.Array, "*stack"]:
+    """Return ``total * part / whole`` rounded down, for ``part`` of at most ``whole``; 0 for an empty whole."""
+    whole = jnp.maximum(whole, 1)
+    # A float is a few copies off and differs between devices. What it leaves of the product is exact, because it is
+    # small, though both products may wrap around.
+    result = jnp.floor(total * (part / whole)).astype(jnp.int32)
+    return result + (total * part - result * whole) // whole
 
 
 def _line_starts(amount: Int[jax.Array, "groups runs E"]) -> Int[jax.Array, "groups runs E"]:
