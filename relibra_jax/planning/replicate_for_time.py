@@ -2,24 +2,27 @@
 
 A padded fetch takes as long as the rank that exports the most experts in any layer and micro-batch, and its buffers
 hold an even number of them. So where attention does not hide the fetch, replicas are planned with at most `FEW_EXPORTS`
-exports from every rank too. On other nodes, every number of slots for visitors
-(`relibra_jax.planning.visiting_replicas`) is planned, and each layer takes the one with the least modelled time in each
-micro-batch.
+exports from every rank too. If every copy crosses by itself, replicas of the heaviest experts are planned as well,
+which level the lanes between nodes (`relibra_jax.planning.heaviest_replicas`). On other nodes, every number of slots for
+visitors (`relibra_jax.planning.visiting_replicas`) is planned. Each layer takes the replicas with the least modelled
+time in each micro-batch.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from relibra_jax.contract.plan import rank_load
+from relibra_jax.contract.plan import rank_load, resident_experts
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import Plan, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.even_pairs import even_pairs
+from relibra_jax.planning.heaviest_replicas import replicate_heaviest
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.visit_estimates import estimate_visits
 from relibra_jax.planning.visiting_replicas import replicate_with_visitors
@@ -61,11 +64,21 @@ def replicate_for_time(
         ValueError: under the conditions of `relibra_jax.planning.replication.replicate_experts`.
     """
     options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
-    inside = _inside(request, placement, topology, **options)
+    plan = _inside(request, placement, topology, **options)
     if topology.num_nodes == 1 or not topology.replica_slots:
-        return inside
-    fastest = functools.partial(_fastest, request, placement, inside, topology, **options)
-    return jax.lax.cond(request.price.across_nodes, fastest, lambda: inside)
+        return plan
+    if not request.price.hierarchical:
+        plan = _fastest(request, plan, [replicate_heaviest(request, placement, topology)], topology)
+
+    def across() -> Plan:
+        numbers = range(1, topology.replica_slots + 1)
+        others = [
+            replicate_with_visitors(request, placement, topology, visitors=number, **options)
+            for number in numbers
+        ]
+        return _fastest(request, plan, others, topology)
+
+    return jax.lax.cond(request.price.across_nodes, across, lambda: plan)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))
@@ -92,25 +105,27 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
     return jax.lax.cond(exposed > 0, fewer, lambda: inside)
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))
-def _fastest(
-    request: PlanRequest, placement: Placement, inside: Plan, topology: Topology, **options: Any
-) -> Plan:
-    mixed, least = inside, _seconds(inside, request, topology)
-    total_inside = least.sum()
-    for visitors in range(1, topology.replica_slots + 1):
-        plan = replicate_with_visitors(request, placement, topology, visitors=visitors, **options)
-        seconds = _seconds(plan, request, topology)
-        wins = (seconds < least)[:, :, None, None, None]
+@functools.partial(jax.jit, static_argnames="topology")
+def _fastest(request: PlanRequest, plan: Plan, others: Sequence[Plan], topology: Topology) -> Plan:
+    """Take the fastest of several plans with the same homes in each layer and micro-batch.
+
+    Residents serve a whole batch, so a layer that has any takes no plan without them.
+    """
+    mixed, least = plan, _seconds(plan, request, topology)
+    total, residents = least.sum(), resident_experts(plan, topology)
+    for other in others:
+        seconds = _seconds(other, request, topology)
+        same = (resident_experts(other, topology) == residents).all((1, 2, 3))
+        wins = ((seconds < least) & same[None])[:, :, None, None, None]
         mixed = Plan(
-            jnp.where(wins, plan.slot_expert, mixed.slot_expert),
-            inside.home,
-            jnp.where(wins, plan.quota, mixed.quota),
+            jnp.where(wins, other.slot_expert, mixed.slot_expert),
+            plan.home,
+            jnp.where(wins, other.quota, mixed.quota),
         )
-        least = jnp.minimum(least, seconds)
+        least = jnp.where(wins[:, :, 0, 0, 0], seconds, least)
     # The buffers of a padded fetch are as long as the longest of all layers, so the mixture counts as a whole.
-    better = _seconds(mixed, request, topology).sum() < total_inside
-    return jax.tree.map(functools.partial(jnp.where, better), mixed, inside)
+    better = _seconds(mixed, request, topology).sum() < total
+    return jax.tree.map(functools.partial(jnp.where, better), mixed, plan)
 
 
 def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.Array, "M L"]:
