@@ -103,21 +103,22 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     if not rounds and not problem.can_stay:
         loads, request = _request(problem, problem.starts)
         start = None if problem.start is None else problem.start.home
-        return _plan_round(problem, problem.starts, loads, request._replace(start=start))
+        plans, state = _plan_round(problem, request._replace(start=start))
+        return tuple(map(BatchPlan, problem.starts, loads, plans)), state
 
     # One loop compiles placement, replication, the assignment of each stage and the price only once.
     first = int(bool(rounds) and problem.start is not None)
     trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
 
-    def plan_starts() -> tuple[tuple[BatchPlan, ...], Any]:
-        loads, request = _request(problem, starts)
-        return _plan_round(problem, starts, loads, request._replace(start=problem.no_homes))
+    def plan_starts() -> tuple[tuple[Plan, ...], Any]:
+        _, request = _request(problem, starts)
+        return _plan_round(problem, request._replace(start=problem.no_homes))
 
-    stages, _ = jax.eval_shape(plan_starts)
-    blank = jax.tree.map(jnp.zeros_like, stages)
+    plans, _ = jax.eval_shape(plan_starts)
+    blank = jax.tree.map(jnp.zeros_like, plans)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
-    nothing = _Best(blank, problem.state, worst)
+    nothing = _Best(starts, blank, problem.state, worst)
 
     def body(number, carry: tuple[_Best, _Merged, _Latest]) -> tuple[_Best, _Merged, _Latest]:
         best, merged, latest = carry
@@ -128,7 +129,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         assignments = starts
         if rounds:
             under_best = tries & (True if trial is None else ~trial.first_assignment)
-            given = jax.tree.map(functools.partial(jnp.where, under_best), _assignments(best.stages), starts)
+            given = jax.tree.map(functools.partial(jnp.where, under_best), best.assignments, starts)
             assign = functools.partial(_assign_stages, problem)
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
@@ -136,29 +137,30 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         loads, request = _request(problem, assignments)
         request = request._replace(start=start)
         if trial is None:
-            stages, state = _plan_round(problem, assignments, loads, request)
+            plans, state = _plan_round(problem, request)
         else:
-            stay = _Stay(tries, trial, best.stages[0].plan.home, latest.state)
-            stages, state = jax.lax.cond(
+            stay = _Stay(tries, trial, best.plans[0].home, latest.state)
+            plans, state = jax.lax.cond(
                 tries & trial.is_merged,
-                lambda: (merged.stages, latest.state._replace(home=merged.stages[0].plan.home)),
-                functools.partial(_plan_round, problem, assignments, loads, request, stay),
+                lambda: (merged.plans, latest.state._replace(home=merged.plans[0].home)),
+                functools.partial(_plan_round, problem, request, stay),
             )
-        price = _price(problem, request, stages)
-        plan = _Best(stages, state, price)
+        price = _price(problem, request, tuple(map(BatchPlan, assignments, loads, plans)))
+        new = _Best(assignments, plans, state, price)
         if trial is not None:
-            merged = _merge(plan, best, merged, trial, tries)
+            merged = _merge(new, best, merged, trial, tries)
         cheaper = price.total < best.price.total
-        after = _Latest(state, _next_placement(problem, stages, number), _assignments(stages))
+        after = _Latest(state, _next_placement(problem, plans, number), assignments)
         kept = functools.partial(jnp.where, tries)
-        best = jax.tree.map(functools.partial(jnp.where, cheaper), plan, best)
+        best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
         return best, merged, jax.tree.map(kept, latest, after)
 
     latest = _Latest(problem.state, _first_placement(problem, blank), starts)
     stop = rounds + 1 + len(trials)
     nothing_merged = _Merged(blank, worst.by_layer)
     best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing_merged, latest))
-    return best.stages, best.state
+    loads, _ = _request(problem, best.assignments)
+    return tuple(map(BatchPlan, best.assignments, loads, best.plans)), best.state
 
 
 def _price(problem: Problem, request: PlanRequest, stages: Sequence[BatchPlan]) -> StagePrice:
@@ -178,9 +180,10 @@ def _price(problem: Problem, request: PlanRequest, stages: Sequence[BatchPlan]) 
 
 
 class _Best(NamedTuple):
-    """The cheapest plan so far."""
+    """The cheapest plan of all stages so far. Loads follow from the assignments, and are too large to be kept."""
 
-    stages: tuple[BatchPlan, ...]
+    assignments: tuple[Assignment, ...]
+    plans: tuple[Plan, ...]
     state: Any
     price: StagePrice
 
@@ -188,30 +191,28 @@ class _Best(NamedTuple):
 class _Merged(NamedTuple):
     """The plan that has the cheapest layers of the trials so far."""
 
-    stages: tuple[BatchPlan, ...]
+    plans: tuple[Plan, ...]
     by_layer: Float[jax.Array, " L"]
     """The seconds of each layer, as `StagePrice` has them."""
 
 
-def _merge(plan: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array) -> _Merged:
+def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array) -> _Merged:
     """Take the layers of a trial's plan that cost less than those of the plan that is merged so far."""
     begins = trial.begins & tries
     # Under the best assignment, with replicas, the trials begin with the best plan.
     from_best = begins & ~trial.first_assignment & ~trial.bare
     old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, jnp.inf, merged.by_layer))
-    old_plans = jax.tree.map(functools.partial(jnp.where, from_best), best.stages, merged.stages)
-    wins = (plan.price.by_layer < old) & ~trial.is_merged
+    old_plans = jax.tree.map(functools.partial(jnp.where, from_best), best.plans, merged.plans)
+    wins = (new.price.by_layer < old) & ~trial.is_merged
 
-    def pick(new: BatchPlan, old: BatchPlan) -> BatchPlan:
+    def pick(new: Plan, old: Plan) -> Plan:
         by_layer = wins[None, :, None, None, None]
-        slots, quotas = (
-            jnp.where(by_layer, *each)
-            for each in ((new.plan.slot_expert, old.plan.slot_expert), (new.plan.quota, old.plan.quota))
+        slots = jnp.where(by_layer, new.slot_expert, old.slot_expert)
+        return Plan(
+            slots, jnp.where(wins[:, None], new.home, old.home), jnp.where(by_layer, new.quota, old.quota)
         )
-        home = jnp.where(wins[:, None], new.plan.home, old.plan.home)
-        return BatchPlan(new.assignment, new.load, Plan(slots, home, quotas))
 
-    return _Merged(tuple(map(pick, plan.stages, old_plans)), jnp.where(wins, plan.price.by_layer, old))
+    return _Merged(tuple(map(pick, new.plans, old_plans)), jnp.where(wins, new.price.by_layer, old))
 
 
 class _Latest(NamedTuple):
@@ -222,10 +223,6 @@ class _Latest(NamedTuple):
     assignments: tuple[Assignment, ...]
 
 
-def _assignments(stages: Sequence[BatchPlan]) -> tuple[Assignment, ...]:
-    return tuple(stage.assignment for stage in stages)
-
-
 def _search_start(problem: Problem, placement: Placement, number: Array) -> Int[Array, "L E"] | None:
     """Return the homes at which the search of a round starts; None for a search that no round follows."""
     if not problem.rounds:
@@ -233,16 +230,16 @@ def _search_start(problem: Problem, placement: Placement, number: Array) -> Int[
     return jnp.where(number == 0, problem.no_homes, placement.home)
 
 
-def _first_placement(problem: Problem, blank: Sequence[BatchPlan]) -> Placement:
+def _first_placement(problem: Problem, blank: Sequence[Plan]) -> Placement:
     """Return the homes and residents to which the first assignment of samples is made, if they are known."""
     if problem.start is not None:
         return jax.tree.map(jnp.asarray, problem.start)
-    return Placement(problem.no_homes, jnp.asarray(resident_experts(blank[0].plan, problem.topology)))
+    return Placement(problem.no_homes, jnp.asarray(resident_experts(blank[0], problem.topology)))
 
 
-def _next_placement(problem: Problem, stages: Sequence[BatchPlan], number: Array) -> Placement:
+def _next_placement(problem: Problem, plans: Sequence[Plan], number: Array) -> Placement:
     """Return the homes and residents for the next assignment: those of the plan, or of the batch before."""
-    plan, home = stages[0].plan, problem.previous_home
+    plan, home = plans[0], problem.previous_home
     placement = Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, problem.topology)))
     if home is None:
         return placement
@@ -265,17 +262,13 @@ class _Stay(NamedTuple):
 
 
 def _plan_round(
-    problem: Problem,
-    assignments: Sequence[Assignment],
-    loads: Sequence[Array],
-    request: PlanRequest,
-    stay: _Stay | None = None,
-) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan all stages for their assignments, by a search or, if it is chosen, as ``stay`` says."""
+    problem: Problem, request: PlanRequest, stay: _Stay | None = None
+) -> tuple[tuple[Plan, ...], Any]:
+    """Plan all stages, by a search or, if it is chosen, as ``stay`` says."""
     planner, topology = problem.planner, problem.topology
     if stay is None:
         plan, state = planner.update(request, problem.state, topology)
-        return _split_stages(assignments, loads, plan), state
+        return _split_stages(problem, plan), state
 
     assert planner.reorder is not None
     assert planner.replicate is not None
@@ -284,7 +277,7 @@ def _plan_round(
     replicate = functools.partial(planner.replicate, request, placement, topology)
     bare = functools.partial(without_replicas, request.by_expert, placement.home, topology)
     plan = jax.lax.cond(stay.chosen & stay.trial.bare, bare, replicate)
-    return _split_stages(assignments, loads, plan), state
+    return _split_stages(problem, plan), state
 
 
 def _stay(problem: Problem, stay: _Stay, request: PlanRequest) -> tuple[Placement, Any]:
@@ -337,16 +330,13 @@ def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[ja
     return jnp.concatenate([jax.lax.map(one_micro_batch, sample) for sample in samples])
 
 
-def _split_stages(
-    assignments: Sequence[Assignment], loads: Sequence[Array], plan: Plan
-) -> tuple[BatchPlan, ...]:
+def _split_stages(problem: Problem, plan: Plan) -> tuple[Plan, ...]:
     """Split a plan along M into the plans of the stages, all with the same homes."""
-    sizes = [len(load) for load in loads]
-    plans = (
+    sizes = [len(start.sample) for start in problem.starts]
+    return tuple(
         Plan(plan.slot_expert[end - size : end], plan.home, plan.quota[end - size : end])
         for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
     )
-    return tuple(map(BatchPlan, assignments, loads, plans))
 
 
 def _assign_stages(

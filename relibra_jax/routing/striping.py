@@ -27,9 +27,11 @@ def split_evenly(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L N G E"]:
     >>> split_evenly(jnp.array([[[[[5, 0], [2, 1]]]]])).tolist()
     [[[[[3, 1], [4, 0]]]]]
     """
-    local, experts = load.shape[-2:]
-    rounding = (np.arange(local)[:, None] + np.arange(experts)) % local
-    in_node = jnp.asarray(load).sum(-2, keepdims=True, dtype=jnp.int32)
+    return _over_ranks(jnp.asarray(load).sum(-2, keepdims=True, dtype=jnp.int32), load.shape[-2])
+
+
+def _over_ranks(in_node: Int[jax.Array, "M L N 1 E"], local: int) -> Int[jax.Array, "M L N G E"]:
+    rounding = (np.arange(local)[:, None] + np.arange(in_node.shape[-1])) % local
     return (in_node + rounding[None, None, None].astype(np.int32)) // local
 
 
@@ -43,8 +45,11 @@ def planned_load(
         assignment: the samples of each rank in each micro-batch.
         price: the price, which says whether ranks dispatch like mixtures of the tokens of their nodes.
     """
-    load = assigned_load(sample_load, assignment)
-    return split_evenly(load) if price.even_ranks else load
+    if not price.even_ranks:
+        return assigned_load(sample_load, assignment)
+    sample = jnp.asarray(assignment.sample)
+    nodes = Assignment(sample.reshape(*sample.shape[:2], 1, -1))
+    return _over_ranks(assigned_load(sample_load, nodes), sample.shape[2])
 
 
 def striped_load(
