@@ -54,7 +54,8 @@ def price_stages(
     """Estimate the modelled seconds of a batch under the plans of its stages. Works under jit.
 
     Args:
-        stages: the plan of each stage, with the same homes and residents.
+        stages: the plan of each stage, with the same homes and residents: of all micro-batches, or of the priced ones
+            alone (`priced_micro_batches`). Assignments are of all.
         batch: the samples of the batch.
         topology: the expert-parallel group.
         prices: the price of each stage.
@@ -81,7 +82,13 @@ def _price_stage(
     home: Int[Array, "L E"] | None,
     batches: Float[Array, " L"] | float,
 ) -> StagePrice:
-    some, factor = _some_micro_batches(stage, price.data_parallel)
+    micro_batches = len(stage.assignment.sample)
+    chosen = priced_micro_batches(micro_batches, price.data_parallel)
+    if len(stage.load) > len(chosen):
+        plan = stage.plan._replace(slot_expert=stage.plan.slot_expert[chosen], quota=stage.plan.quota[chosen])
+        stage = stage._replace(load=stage.load[chosen], plan=plan)
+    factor = micro_batches / len(chosen)
+    some = stage._replace(assignment=Assignment(jnp.asarray(stage.assignment.sample)[chosen]))
     visits = _visits(some, batch, topology, price)
     plans = some.layer_plans()
     pairs = even_pairs(plans, topology)
@@ -89,12 +96,12 @@ def _price_stage(
     attention, positions = attention_time(
         stage.assignment, batch.lengths, price, sequence_length=batch.sequence_length
     )
-    attention = attention[_chosen(len(attention), price.data_parallel)]
+    attention = attention[chosen]
     ranks = rank_time(plans, attention, topology, price, visits=visits, pairs=pairs)
     seconds = layer_time(ranks, price).total * factor  # [M L]
     by_group = seconds.reshape(price.data_parallel, -1, seconds.shape[1]).sum(1)
     plan = some.plan
-    rest = rest_time(positions, price, num_layers=len(plan.home), micro_batches=len(stage.load))
+    rest = rest_time(positions, price, num_layers=len(plan.home), micro_batches=micro_batches)
     push = push_time(plan, topology, price)
     total = by_group.sum(1).max() + push + rest
     by_layer = by_group.mean(0)
@@ -192,16 +199,16 @@ def _visits(
     return estimate_visits(batch_plan.plan, batch_plan.load, tokens, routes, topology, even=price.even_ranks)
 
 
-def _chosen(micro_batches: int, groups: int) -> Int[np.ndarray, " some"]:
-    """Return the micro-batches that are priced: equally many of each data-parallel group."""
+def priced_micro_batches(micro_batches: int, groups: int) -> Int[np.ndarray, " some"]:
+    """Return the micro-batches of a stage that are priced: equally many of each data-parallel group.
+
+    Args:
+        micro_batches: M, the number of micro-batches of the stage.
+        groups: the number of data-parallel groups.
+
+    >>> priced_micro_batches(32, 2).tolist()
+    [0, 2, 4, 6, 9, 11, 13, 15, 16, 18, 20, 22, 25, 27, 29, 31]
+    """
     each = micro_batches // groups
     some = np.unique(np.linspace(0, each - 1, min(each, PRICED)).round().astype(int))
     return (np.arange(groups)[:, None] * each + some).ravel()
-
-
-def _some_micro_batches(stage: BatchPlan, groups: int) -> tuple[BatchPlan, float]:
-    """Return a stage with the priced micro-batches alone, and the number for which each of them stands."""
-    chosen, plan = _chosen(len(stage.load), groups), stage.plan
-    plan = plan._replace(slot_expert=plan.slot_expert[chosen], quota=plan.quota[chosen])
-    assignment = Assignment(jnp.asarray(stage.assignment.sample)[chosen])
-    return BatchPlan(assignment, stage.load[chosen], plan), len(stage.load) / len(chosen)

@@ -3,9 +3,9 @@
 A padded fetch takes as long as the rank that exports the most experts in any layer and micro-batch, and its buffers
 hold an even number of them. So where attention does not hide the fetch, replicas are planned with at most `FEW_EXPORTS`
 exports from every rank too. If every copy crosses by itself, replicas of the heaviest experts are planned as well,
-which level the lanes between nodes (`relibra_jax.planning.heaviest_replicas`). On other nodes, every number of slots for
-visitors (`relibra_jax.planning.visiting_replicas`) is planned. Each layer takes the replicas with the least modelled
-time in each micro-batch.
+which level the lanes between nodes (`relibra_jax.planning.heaviest_replicas`). On other nodes, every number of slots
+for visitors (`relibra_jax.planning.visiting_replicas`) is planned. Each layer takes the replicas with the least
+modelled time in each micro-batch.
 """
 
 import functools
@@ -68,7 +68,7 @@ def replicate_for_time(
     if topology.num_nodes == 1 or not topology.replica_slots:
         return plan
     if not request.price.hierarchical:
-        plan = _fastest(request, plan, [replicate_heaviest(request, placement, topology)], topology)
+        plan = _fastest(request, [plan, replicate_heaviest(request, placement, topology)], topology)
 
     def across() -> Plan:
         numbers = range(1, topology.replica_slots + 1)
@@ -76,7 +76,7 @@ def replicate_for_time(
             replicate_with_visitors(request, placement, topology, visitors=number, **options)
             for number in numbers
         ]
-        return _fastest(request, plan, others, topology)
+        return _fastest(request, [plan, *others], topology)
 
     return jax.lax.cond(request.price.across_nodes, across, lambda: plan)
 
@@ -106,26 +106,45 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
 
 
 @functools.partial(jax.jit, static_argnames="topology")
-def _fastest(request: PlanRequest, plan: Plan, others: Sequence[Plan], topology: Topology) -> Plan:
+def _fastest(request: PlanRequest, plans: Sequence[Plan], topology: Topology) -> Plan:
     """Take the fastest of several plans with the same homes in each layer and micro-batch.
 
-    Residents serve a whole batch, so a layer that has any takes no plan without them.
+    Residents serve a whole batch, so a layer takes no plan with other residents than the first plan's.
+
+    Args:
+        request: the request.
+        plans: the plans. The first one stays if their mixture is not faster.
+        topology: the expert-parallel group.
     """
-    mixed, least = plan, _seconds(plan, request, topology)
-    total, residents = least.sum(), resident_experts(plan, topology)
-    for other in others:
-        seconds = _seconds(other, request, topology)
-        same = (resident_experts(other, topology) == residents).all((1, 2, 3))
-        wins = ((seconds < least) & same[None])[:, :, None, None, None]
-        mixed = Plan(
-            jnp.where(wins, other.slot_expert, mixed.slot_expert),
-            plan.home,
-            jnp.where(wins, other.quota, mixed.quota),
+    first, count = plans[0], len(plans)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *plans)
+    residents = resident_experts(first, topology)
+
+    def take(number, carry: tuple[Plan, jax.Array, jax.Array]) -> tuple[Plan, jax.Array, jax.Array]:
+        mixed, least, total = carry
+        # The buffers of a padded fetch are as long as the longest of all layers, so the mixture is priced as a whole.
+        plan = jax.tree.map(
+            lambda leaf, mix: jnp.where(number < count, leaf[jnp.minimum(number, count - 1)], mix),
+            stacked,
+            mixed,
         )
-        least = jnp.where(wins[:, :, 0, 0, 0], seconds, least)
-    # The buffers of a padded fetch are as long as the longest of all layers, so the mixture counts as a whole.
-    better = _seconds(mixed, request, topology).sum() < total
-    return jax.tree.map(functools.partial(jnp.where, better), mixed, plan)
+        seconds = _seconds(plan, request, topology)
+        same = (resident_experts(plan, topology) == residents).all((1, 2, 3))
+        wins = (seconds < least) & same[None] & (number < count)
+        slots, quota = (
+            jnp.where(wins[:, :, None, None, None], *each)
+            for each in ((plan.slot_expert, mixed.slot_expert), (plan.quota, mixed.quota))
+        )
+        least = jnp.where(wins, seconds, least)
+        return Plan(slots, first.home, quota), least, total.at[number].set(seconds.sum())
+
+    nothing = (
+        first,
+        jnp.full(first.quota.shape[:2], jnp.inf, jnp.float32),
+        jnp.zeros(count + 1, jnp.float32),
+    )
+    mixed, _, total = jax.lax.fori_loop(0, count + 1, take, nothing)
+    return jax.tree.map(functools.partial(jnp.where, total[count] < total[0]), mixed, first)
 
 
 def _seconds(plan: Plan, request: PlanRequest, topology: Topology) -> Float[jax.Array, "M L"]:

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, PRNGKeyArray
+import numpy as np
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
+from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
 from relibra_jax.planning.assignment import Assign, nodes_as_ranks
 from relibra_jax.planning.batch import Batch
-from relibra_jax.planning.plan_price import StagePrice, price_stages
+from relibra_jax.planning.plan_price import StagePrice, price_stages, priced_micro_batches
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
@@ -101,76 +103,169 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """
     rounds = problem.rounds
     if not rounds and not problem.can_stay:
-        loads, request = _request(problem, problem.starts)
+        request = _request(problem, problem.starts)
         start = None if problem.start is None else problem.start.home
-        plans, state = _plan_round(problem, request._replace(start=start))
-        return tuple(map(BatchPlan, problem.starts, loads, plans)), state
+        plan, state = problem.planner.update(request._replace(start=start), problem.state, problem.topology)
+        return _in_stages(problem.starts, request.load, plan), state
 
     # One loop compiles placement, replication, the assignment of each stage and the price only once.
     first = int(bool(rounds) and problem.start is not None)
     trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
 
-    def plan_starts() -> tuple[tuple[Plan, ...], Any]:
-        _, request = _request(problem, starts)
-        return _plan_round(problem, request._replace(start=problem.no_homes))
+    def plan_starts() -> tuple[_Choice, Plan]:
+        choice, _ = _choose(problem, starts, problem.no_homes)
+        return choice, _plan_choice(problem, _request(problem, starts), choice)
 
-    plans, _ = jax.eval_shape(plan_starts)
-    blank = jax.tree.map(jnp.zeros_like, plans)
+    choice, plan = jax.eval_shape(plan_starts)
+    blank, no_plan = jax.tree.map(jnp.zeros_like, (choice, plan))
+    priced, micro_batches = _priced_numbers(problem), len(plan.quota)
+    # Rounds plan the priced micro-batches of a choice. Further passes of the loop plan all those of the best one.
+    stop = rounds + 1 + len(trials)
+    passes = -(-micro_batches // len(priced)) if isinstance(choice, _Homes) else 0
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
     nothing = _Best(starts, blank, problem.state, worst)
 
-    def body(number, carry: tuple[_Best, _Merged, _Latest]) -> tuple[_Best, _Merged, _Latest]:
-        best, merged, latest = carry
+    def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
+        best, merged, latest, whole = carry
+        chosen = number >= stop
         trial = (
             jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
         )
         tries = number > rounds
         assignments = starts
         if rounds:
-            under_best = tries & (True if trial is None else ~trial.first_assignment)
+            under_best = tries & (chosen | (True if trial is None else ~trial.first_assignment))
             given = jax.tree.map(functools.partial(jnp.where, under_best), best.assignments, starts)
             assign = functools.partial(_assign_stages, problem)
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        loads, request = _request(problem, assignments)
-        request = request._replace(start=start)
+        search = functools.partial(_choose, problem, assignments, start)
         if trial is None:
-            plans, state = _plan_round(problem, request)
+            choice, state = search()
         else:
-            stay = _Stay(tries, trial, best.plans[0].home, latest.state)
-            plans, state = jax.lax.cond(
-                tries & trial.is_merged,
-                lambda: (merged.plans, latest.state._replace(home=merged.plans[0].home)),
-                functools.partial(_plan_round, problem, request, stay),
-            )
-        price = _price(problem, request, tuple(map(BatchPlan, assignments, loads, plans)))
-        new = _Best(assignments, plans, state, price)
+            assert isinstance(best.choice, _Homes)
+            assert isinstance(merged.choice, _Homes)
+            stay = functools.partial(_stay, problem, trial, best.choice, merged.choice, latest.state)
+            choice, state = jax.lax.cond(tries, stay, search)
+        choice = jax.tree.map(functools.partial(jnp.where, chosen), best.choice, choice)
+        in_pass = jnp.minimum((number - stop) * len(priced) + np.arange(len(priced)), micro_batches - 1)
+        numbers = jnp.where(chosen, in_pass, priced)
+        request = _request(problem, assignments, numbers)
+        plan = _some_of_choice(problem, request, choice, numbers)
+        place = jnp.where(chosen, numbers, micro_batches)
+        whole = Plan(
+            jnp.asarray(whole.slot_expert).at[place].set(plan.slot_expert, mode="drop"),
+            plan.home,
+            jnp.asarray(whole.quota).at[place].set(plan.quota, mode="drop"),
+        )
+        prices = functools.partial(_price, problem, assignments, request, plan)
+        price = jax.lax.cond(chosen, lambda: worst, prices)
+        new = _Best(assignments, choice, state, price)
         if trial is not None:
             merged = _merge(new, best, merged, trial, tries)
         cheaper = price.total < best.price.total
-        after = _Latest(state, _next_placement(problem, plans, number), assignments)
+        after = _Latest(state, _next_placement(problem, choice, number), assignments)
         kept = functools.partial(jnp.where, tries)
         best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
-        return best, merged, jax.tree.map(kept, latest, after)
+        return best, merged, jax.tree.map(kept, latest, after), whole
 
-    latest = _Latest(problem.state, _first_placement(problem, blank), starts)
-    stop = rounds + 1 + len(trials)
-    nothing_merged = _Merged(blank, worst.by_layer)
-    best, _, _ = jax.lax.fori_loop(first, stop, body, (nothing, nothing_merged, latest))
-    loads, _ = _request(problem, best.assignments)
-    return tuple(map(BatchPlan, best.assignments, loads, best.plans)), best.state
+    latest = _Latest(problem.state, _first_placement(problem), starts)
+    carry = (nothing, _Merged(blank, worst.by_layer), latest, no_plan)
+    best, _, _, whole = jax.lax.fori_loop(first, stop + passes, body, carry)
+    plan = best.choice if isinstance(best.choice, Plan) else whole
+    return _in_stages(best.assignments, _request(problem, best.assignments).load, plan), best.state
 
 
-def _price(problem: Problem, request: PlanRequest, stages: Sequence[BatchPlan]) -> StagePrice:
-    """Price the plans of all stages; moves are divided among the batches that they serve."""
+class _Homes(NamedTuple):
+    """What a planner that takes homes plans; replicas follow from it."""
+
+    placement: Placement
+    bare: Bool[jax.Array, " L"]
+    """The layers without replicas."""
+
+
+type _Choice = _Homes | Plan
+"""What is kept of a plan in the rounds: all of it, for a planner that does not take homes."""
+
+
+def _choose(
+    problem: Problem, assignments: Sequence[Assignment], start: Int[Array, "L E"] | None
+) -> tuple[_Choice, Any]:
+    """Search for a plan from given homes."""
+    planner, topology = problem.planner, problem.topology
+    request = _request(problem, assignments)._replace(start=start)
+    if planner.reorder is None or planner.replicate is None:
+        return planner.update(request, problem.state, topology)
+    placement, state = planner.reorder(request, problem.state, topology)
+    return _Homes(jax.tree.map(jnp.asarray, placement), jnp.zeros(len(placement.home), bool)), state
+
+
+def _stay(problem: Problem, trial: Trial, best: _Homes, merged: _Homes, state: Any) -> tuple[_Homes, Any]:
+    """Choose homes without a search, as a trial says, and the planner's state with them."""
+    before = problem.previous_home
+    assert before is not None
+    history = getattr(state, "history", None)
+    load = problem.batch.sample_load.sum(0, dtype=jnp.float32) if history is None else history.load.sum(1)
+    home = homes_of(trial, before, best.placement.home, load, problem.topology)
+    bare = jnp.broadcast_to(trial.bare, merged.bare.shape)
+    own = _Homes(Placement.without_residents(home, problem.topology), bare)
+    choice = jax.tree.map(functools.partial(jnp.where, trial.is_merged), merged, own)
+    return choice, state._replace(home=choice.placement.home)
+
+
+def _plan_choice(problem: Problem, request: PlanRequest, choice: _Choice) -> Plan:
+    """Return the plan of a choice for some micro-batches; a whole plan must be for the same."""
+    if isinstance(choice, Plan):
+        return choice
+    topology, replicate = problem.topology, problem.planner.replicate
+    assert replicate is not None
+    if not problem.can_stay:
+        return replicate(request, choice.placement, topology)
+    bare = functools.partial(without_replicas, request.by_expert, choice.placement.home, topology)
+
+    def replicated() -> Plan:
+        plan, none = replicate(request, choice.placement, topology), bare()
+        by_layer = choice.bare[None, :, None, None, None]
+        slots = jnp.where(by_layer, none.slot_expert, plan.slot_expert)
+        return Plan(slots, plan.home, jnp.where(by_layer, none.quota, plan.quota))
+
+    return jax.lax.cond(choice.bare.all(), bare, replicated)
+
+
+def _priced(problem: Problem) -> list[Int[np.ndarray, " some"]]:
+    """Return the numbers of the priced micro-batches of each stage."""
+    pairs = zip(problem.starts, problem.prices, strict=True)
+    return [priced_micro_batches(len(start.sample), price.data_parallel) for start, price in pairs]
+
+
+def _priced_numbers(problem: Problem) -> Int[np.ndarray, " some"]:
+    """Return the numbers of the priced micro-batches among those of all stages."""
+    firsts = itertools.accumulate([0, *(len(start.sample) for start in problem.starts[:-1])])
+    return np.concatenate([part + first for part, first in zip(_priced(problem), firsts, strict=True)])
+
+
+def _some_of_choice(
+    problem: Problem, request: PlanRequest, choice: _Choice, numbers: Int[jax.Array, " some"]
+) -> Plan:
+    """Return the plan of a choice for some micro-batches."""
+    if isinstance(choice, Plan):
+        return Plan(choice.slot_expert[numbers], choice.home, choice.quota[numbers])
+    return _plan_choice(problem, request, choice)
+
+
+def _price(
+    problem: Problem, assignments: Sequence[Assignment], request: PlanRequest, plan: Plan
+) -> StagePrice:
+    """Price a plan of the priced micro-batches; moves are divided among the batches that they serve."""
     topology = problem.topology
     batches: Float[jax.Array, " L"] | float = 1.0
     if problem.planner.serves is not None and problem.compare_staying:
-        batches = problem.planner.serves(stages[0].plan.home, request, problem.state, topology)
+        whole = _whole_batch(problem, assignments, request)
+        batches = problem.planner.serves(plan.home, whole, problem.state, topology)
     return price_stages(
-        stages,
+        _in_stages(assignments, request.load, plan, [len(part) for part in _priced(problem)]),
         problem.batch,
         topology,
         problem.prices,
@@ -183,7 +278,7 @@ class _Best(NamedTuple):
     """The cheapest plan of all stages so far. Loads follow from the assignments, and are too large to be kept."""
 
     assignments: tuple[Assignment, ...]
-    plans: tuple[Plan, ...]
+    choice: _Choice
     state: Any
     price: StagePrice
 
@@ -191,7 +286,7 @@ class _Best(NamedTuple):
 class _Merged(NamedTuple):
     """The plan that has the cheapest layers of the trials so far."""
 
-    plans: tuple[Plan, ...]
+    choice: _Choice
     by_layer: Float[jax.Array, " L"]
     """The seconds of each layer, as `StagePrice` has them."""
 
@@ -202,17 +297,14 @@ def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array)
     # Under the best assignment, with replicas, the trials begin with the best plan.
     from_best = begins & ~trial.first_assignment & ~trial.bare
     old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, jnp.inf, merged.by_layer))
-    old_plans = jax.tree.map(functools.partial(jnp.where, from_best), best.plans, merged.plans)
+    old_choice = jax.tree.map(functools.partial(jnp.where, from_best), best.choice, merged.choice)
     wins = (new.price.by_layer < old) & ~trial.is_merged
 
-    def pick(new: Plan, old: Plan) -> Plan:
-        by_layer = wins[None, :, None, None, None]
-        slots = jnp.where(by_layer, new.slot_expert, old.slot_expert)
-        return Plan(
-            slots, jnp.where(wins[:, None], new.home, old.home), jnp.where(by_layer, new.quota, old.quota)
-        )
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(wins.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return _Merged(tuple(map(pick, new.plans, old_plans)), jnp.where(wins, new.price.by_layer, old))
+    choice = jax.tree.map(pick, new.choice, old_choice)
+    return _Merged(choice, jnp.where(wins, new.price.by_layer, old))
 
 
 class _Latest(NamedTuple):
@@ -230,17 +322,21 @@ def _search_start(problem: Problem, placement: Placement, number: Array) -> Int[
     return jnp.where(number == 0, problem.no_homes, placement.home)
 
 
-def _first_placement(problem: Problem, blank: Sequence[Plan]) -> Placement:
+def _first_placement(problem: Problem) -> Placement:
     """Return the homes and residents to which the first assignment of samples is made, if they are known."""
     if problem.start is not None:
         return jax.tree.map(jnp.asarray, problem.start)
-    return Placement(problem.no_homes, jnp.asarray(resident_experts(blank[0], problem.topology)))
+    return Placement.without_residents(problem.no_homes, problem.topology)
 
 
-def _next_placement(problem: Problem, plans: Sequence[Plan], number: Array) -> Placement:
-    """Return the homes and residents for the next assignment: those of the plan, or of the batch before."""
-    plan, home = plans[0], problem.previous_home
-    placement = Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, problem.topology)))
+def _next_placement(problem: Problem, choice: _Choice, number: Array) -> Placement:
+    """Return the homes and residents for the next assignment: those of the choice, or of the batch before."""
+    home = problem.previous_home
+    if isinstance(choice, Plan):
+        residents = jnp.asarray(resident_experts(choice, problem.topology))
+        placement = Placement(jnp.asarray(choice.home), residents)
+    else:
+        placement = choice.placement
     if home is None:
         return placement
     # Homes that are EMPTY or contiguous are those of a planner that has seen no batch.
@@ -250,66 +346,43 @@ def _next_placement(problem: Problem, plans: Sequence[Plan], number: Array) -> P
     return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
 
 
-class _Stay(NamedTuple):
-    """A plan without a search and without residents, as a trial says."""
-
-    chosen: Array
-    """Whether the round makes this plan. Otherwise it searches."""
-    trial: Trial
-    best_home: Int[Array, "L E"]
-    state: Any
-    """The planner's state, whose homes become those of the plan."""
-
-
-def _plan_round(
-    problem: Problem, request: PlanRequest, stay: _Stay | None = None
-) -> tuple[tuple[Plan, ...], Any]:
-    """Plan all stages, by a search or, if it is chosen, as ``stay`` says."""
-    planner, topology = problem.planner, problem.topology
-    if stay is None:
-        plan, state = planner.update(request, problem.state, topology)
-        return _split_stages(problem, plan), state
-
-    assert planner.reorder is not None
-    assert planner.replicate is not None
-    search = functools.partial(planner.reorder, request, problem.state, topology)
-    placement, state = jax.lax.cond(stay.chosen, lambda: _stay(problem, stay, request), search)
-    replicate = functools.partial(planner.replicate, request, placement, topology)
-    bare = functools.partial(without_replicas, request.by_expert, placement.home, topology)
-    plan = jax.lax.cond(stay.chosen & stay.trial.bare, bare, replicate)
-    return _split_stages(problem, plan), state
-
-
-def _stay(problem: Problem, stay: _Stay, request: PlanRequest) -> tuple[Placement, Any]:
-    """Return the homes of a plan without a search, and the planner's state with them."""
-    before = problem.previous_home
-    assert before is not None
-    history = getattr(stay.state, "history", None)
-    load = jnp.asarray(request.by_expert, jnp.float32).sum(0) if history is None else history.load.sum(1)
-    home = homes_of(stay.trial, before, stay.best_home, load, problem.topology)
-    return Placement.without_residents(home, problem.topology), stay.state._replace(home=home)
-
-
 def _request(
-    problem: Problem, assignments: Sequence[Assignment]
-) -> tuple[list[Int[jax.Array, "M L N G E"]], PlanRequest]:
-    """Return the load of each stage, and all that the planner may look at."""
+    problem: Problem, assignments: Sequence[Assignment], numbers: Int[jax.Array, " some"] | None = None
+) -> PlanRequest:
+    """Return all that the planner may look at: of all micro-batches, or of some of them, numbered in their order."""
     batch = problem.batch
-    loads = [planned_load(batch.sample_load, each, problem.prices[0]) for each in assignments]
-    routes = None
+    room = max(each.sample.shape[-1] for each in assignments)
+    samples = [
+        jnp.pad(each.sample, ((0, 0),) * 3 + ((0, room - each.sample.shape[-1]),), constant_values=EMPTY)
+        for each in assignments
+    ]
+    together = Assignment(samples[0] if len(samples) == 1 else jnp.concatenate(samples))
+    routes, predicted = None, predicted_loads(batch, assignments)
     if batch.routes is not None:
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
-    load = jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
-    price = _price_of_batch(problem.prices, problem.samples)
-    tokens = [tokens_of_ranks(each, batch.lengths) for each in assignments]
-    return loads, PlanRequest(
-        load=load,
+    if numbers is not None:
+        if routes is not None:
+            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(np.arange(len(numbers)))
+            number = jnp.where(routes.micro_batch == EMPTY, EMPTY, place[routes.micro_batch])
+            routes = routes._replace(micro_batch=number, rank=jnp.where(number == EMPTY, EMPTY, routes.rank))
+        together = Assignment(together.sample[numbers])
+        predicted = None if predicted is None else predicted[numbers]
+    return PlanRequest(
+        load=planned_load(batch.sample_load, together, problem.prices[0]),
         routes=routes,
         transitions=batch.transitions,
-        price=price,
-        tokens=tokens[0] if len(tokens) == 1 else jnp.concatenate(tokens),
-        predicted=predicted_loads(batch, assignments),
+        price=_price_of_batch(problem.prices, problem.samples),
+        tokens=tokens_of_ranks(together, batch.lengths),
+        predicted=predicted,
     )
+
+
+def _whole_batch(problem: Problem, assignments: Sequence[Assignment], request: PlanRequest) -> PlanRequest:
+    """Return a request with all micro-batches of all stages as one, whose tokens are only counted by node."""
+    nodes = problem.topology.num_nodes
+    samples = [jnp.moveaxis(jnp.asarray(each.sample), 1, 0).reshape(nodes, -1) for each in assignments]
+    together = Assignment(jnp.concatenate(samples, axis=1)[None, :, None])
+    return request._replace(load=assigned_load(problem.batch.sample_load, together), tokens=None)
 
 
 def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[jax.Array, "M L E"] | None:
@@ -330,12 +403,22 @@ def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[ja
     return jnp.concatenate([jax.lax.map(one_micro_batch, sample) for sample in samples])
 
 
-def _split_stages(problem: Problem, plan: Plan) -> tuple[Plan, ...]:
-    """Split a plan along M into the plans of the stages, all with the same homes."""
-    sizes = [len(start.sample) for start in problem.starts]
+def _in_stages(
+    assignments: Sequence[Assignment], load: Array, plan: Plan, sizes: Sequence[int] | None = None
+) -> tuple[BatchPlan, ...]:
+    """Divide a plan and its load over the stages, all with the same homes.
+
+    Args:
+        assignments: the assignment of each stage.
+        load: the load of the micro-batches of all stages.
+        plan: their plan.
+        sizes: the number of micro-batches of each stage. None for all of them.
+    """
+    sizes = [len(each.sample) for each in assignments] if sizes is None else sizes
+    parts = [slice(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
     return tuple(
-        Plan(plan.slot_expert[end - size : end], plan.home, plan.quota[end - size : end])
-        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+        BatchPlan(each, load[part], Plan(plan.slot_expert[part], plan.home, plan.quota[part]))
+        for each, part in zip(assignments, parts, strict=True)
     )
 
 
