@@ -4,7 +4,8 @@ The program asks two questions about the second batch of `experiments.front_door
 time, with node visits counted exactly, follows the objective of the search over nodes
 (`relibra_jax.planning.node_search`). Planned homes are disturbed by random swaps of experts between nodes, replicas are
 planned anew, and the rank correlation of objective and time over these homes is taken in each layer. The second is
-whether longer searches give a shorter batch.
+whether more effort gives a shorter batch: longer searches, which anneal differently, or more rounds, of which the first
+ones stay as they are.
 """
 
 import dataclasses
@@ -28,13 +29,16 @@ from relibra_jax.contract.types import BatchPlan
 from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
 from relibra_jax.evaluation.comparison import run_planner
 from relibra_jax.evaluation.outcome import Outcome
+from relibra_jax.evaluation.planned import PlannedBatch
+from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_of_batch
 from relibra_jax.evaluation.setting import Setting
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.node_placement import relative_prices
 from relibra_jax.planning.node_search import NodeProblem, node_objective
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replicate_for_time import replicate_for_time
 from relibra_jax.planning.routes import place_routes
@@ -51,6 +55,8 @@ DRAWS: Final = 4
 """The number of disturbed homes for each number of swaps."""
 STEPS: Final = (500, 2_000, 8_000, 32_000)
 """Numbers of annealing steps of each search for homes and for samples, in each round."""
+ROUNDS: Final = (1, 2, 4, 8, 16)
+"""Numbers of rounds of assignment and placement."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,25 @@ def plan_case(case: Setting, steps: int) -> Outcome:
     assign = functools.partial(assign_samples, steps=steps)
     entry = PlannerEntry(planner=planner, summary=f"{steps} steps", assign=assign)
     return run_planner(f"{steps} steps", entry, case, timed_runs=0)
+
+
+def share_after_rounds(case: Setting, rounds: int) -> float:
+    """Plan both batches of a case, the second with a number of rounds; return its share of the balanced run's speed."""
+    topology, planner = case.topology, PLANNERS["relibra"].planner
+    price = case.cost_model.price(topology)
+    planner_key, key = jax.random.split(jax.random.key(case.seed))
+    first, second = case.batches.replays
+    state = planner.init(topology, second.expert_ids.shape[2], key=planner_key)
+    options: dict[str, Any] = {
+        "stages": case.batches.num_micro_batches,
+        "cost": price,
+        "assign": assign_samples,
+    }
+    _, state = plan_batch(first, planner, state, topology, key=key, **options)
+    batch_plan, _ = plan_batch(second, planner, state, topology, key=key, rounds=rounds, **options)
+    planned = PlannedBatch(second, batch_plan, state.home, np.zeros(batch_plan.load.shape[:2], np.float32))
+    time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
+    return float(time_of_balanced(planned, topology, price).total / time.total)
 
 
 def swap_between_nodes(home: Int[np.ndarray, "L E"], nodes: int, swaps: int, rng: Any) -> np.ndarray:
@@ -128,18 +153,25 @@ def main(config: SearchObjective) -> int:
     """Print the correlations and the shares of balanced, and write them."""
     trace, console = some_layers(read_trace(config.trace), FrontDoor.layers), Console(width=120)
     shares = Table("ranks", *(f"{steps:,} steps" for steps in STEPS), "correlation, median", "least")
+    by_rounds = Table("ranks", *(f"rounds: {number}" for number in ROUNDS))
     rows = []
     for ranks in RANKS:
         case = make_case(trace, FrontDoor(), ranks, 0)
         outcomes = [plan_case(case, steps) for steps in STEPS]
-        row = {"ranks": ranks, "share_of_balanced": [each.share_of_balanced for each in outcomes]}
+        row = {
+            "ranks": ranks,
+            "share_of_balanced": [each.share_of_balanced for each in outcomes],
+            "share_after_rounds": [share_after_rounds(case, number) for number in ROUNDS],
+        }
         found = correlations(outcomes[1])
         rows.append(row | {"correlation": found.tolist()})
         cells = [f"{share:.1%}" for share in row["share_of_balanced"]]
         shares.add_row(ranks, *cells, f"{np.median(found):.3f}", f"{found.min():.3f}")
-    console.print(shares)
+        by_rounds.add_row(ranks, *(f"{share:.1%}" for share in row["share_after_rounds"]))
+    console.print(shares, by_rounds)
     if config.record is not None:
-        write_json(config.record, {"trace": trace.name, "steps": STEPS, "swaps": SWAPS, "rows": rows})
+        numbers = {"steps": STEPS, "rounds": ROUNDS, "swaps": SWAPS}
+        write_json(config.record, {"trace": trace.name, **numbers, "rows": rows})
     return 0
 
 
