@@ -184,7 +184,7 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> CellTimes:
             with_transitions=entry.planner.uses_transitions,
         )
         price = choose_replica_nodes(
-            entry, setting.cost_model, topology, count(replays[0]), stages[0], seed=0
+            entry, setting.cost_model, topology, functools.partial(count, replays[0]), stages[0], seed=0
         ).price(topology)
         times: list[list[float]] = []
         for replay, stage in zip(replays, stages, strict=True):

@@ -19,7 +19,7 @@ from experiments.claims.part_gains import (
     waiting_share,
 )
 from relibra_jax import PlanRequest, Topology
-from relibra_jax.planning.heaviest_replicas import place_heaviest, split_tokens
+from relibra_jax.planning.ablation.token_splits import place_heaviest, split_tokens
 
 ROOT = Path(__file__).parents[1]
 NO_HOMES = np.zeros((1, 8), np.int32)

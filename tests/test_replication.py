@@ -17,11 +17,13 @@ from relibra_jax.contract.plan import rank_load, replica_count, replica_experts
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Topology
 from relibra_jax.planning.ablation.token_splits import (
+    place_heaviest,
+    replicate_with_eplb_places,
     replicate_with_even_split,
     replicate_with_fixed_places,
+    split_tokens,
 )
 from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
-from relibra_jax.planning.heaviest_replicas import place_heaviest, replicate_heaviest, split_tokens
 from relibra_jax.planning.replication import replicate_experts
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -38,7 +40,7 @@ METHODS = {
     option: functools.partial(replicate_experts, **arguments) for option, arguments in OPTIONS.items()
 } | {
     "even split": replicate_with_even_split,
-    "EPLB's places": replicate_heaviest,
+    "EPLB's places": replicate_with_eplb_places,
     "fixed places": replicate_with_fixed_places,
 }
 

@@ -59,8 +59,8 @@ def test_striped_load_counts_each_token_on_the_rank_that_its_position_chooses(re
 
 @given(st.lists(st.integers(0, 1 << 20), min_size=24, max_size=24))
 def test_split_evenly_keeps_the_load_of_nodes_to_within_one_copy(counts):
-    load = np.array(counts, np.int32).reshape(1, 1, 2, 4, 3)
-    split = np.asarray(split_evenly(load))
+    load = np.array(counts, np.int32).reshape(1, 1, 2, 1, 12)
+    split = np.asarray(split_evenly(load, 4))
     np.testing.assert_array_equal(split.sum(3), load.sum(3))
     assert (split.max(3) - split.min(3)).max() <= 1
 

@@ -34,13 +34,13 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import Batching, Costs, Ranks, ablation, make_setting, run_planner
 from relibra_jax.planning.ablation.token_splits import (
+    replicate_with_eplb_places,
     replicate_with_even_split,
     replicate_with_fixed_places,
 )
 from relibra_jax.planning.baselines.eplb import eplb, pack_homes
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.heaviest_replicas import replicate_heaviest
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.relibra import relibra
@@ -91,7 +91,7 @@ JOINT: Final = "joint"
 REPLICATION: Final[Mapping[str, Planner]] = {
     "static": static(),
     JOINT: _lpt(replicate=replicate_experts),
-    "splits, places by EPLB in each micro-batch": _lpt(replicate=replicate_heaviest),
+    "splits, places by EPLB in each micro-batch": _lpt(replicate=replicate_with_eplb_places),
     "splits, places along LPLB's graph in each micro-batch": lplb(),
     "splits, places along LPLB's graph, once a batch": lplb(scope="batch"),
     "splits, places by EPLB, once a batch": _lpt(replicate=replicate_with_fixed_places),

@@ -1,6 +1,8 @@
 """The choice whether replicas may be on other nodes than their experts, as a `relibra_jax.nnx.Balancer` makes it."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 
@@ -25,14 +27,20 @@ def with_replica_nodes(entry: PlannerEntry, setting: Setting) -> Setting:
     """
     topology, cost_model = setting.topology, setting.cost_model
     price = cost_model.price(topology)
-    batch = count_for_planner(setting.batches.replays[0], entry.planner, topology, [price])
+    count = functools.partial(count_for_planner, setting.batches.replays[0], entry.planner, topology, [price])
     stage = Stage(setting.batches.num_micro_batches)
-    cost_model = choose_replica_nodes(entry, cost_model, topology, batch, stage, seed=setting.seed)
+    cost_model = choose_replica_nodes(entry, cost_model, topology, count, stage, seed=setting.seed)
     return dataclasses.replace(setting, cost_model=cost_model)
 
 
 def choose_replica_nodes(
-    entry: PlannerEntry, cost_model: CostModel, topology: Topology, batch: Batch, stage: Stage, *, seed: int
+    entry: PlannerEntry,
+    cost_model: CostModel,
+    topology: Topology,
+    count: Callable[[], Batch],
+    stage: Stage,
+    *,
+    seed: int,
 ) -> CostModel:
     """Choose where replicas may be by the modelled time of a batch, if the cost model leaves the choice.
 
@@ -43,7 +51,7 @@ def choose_replica_nodes(
         entry: the planner, and how samples are assigned for it.
         cost_model: the cost model.
         topology: the expert-parallel group.
-        batch: the first batch.
+        count: the counts of the first batch; called only if there is a choice.
         stage: the micro-batches of the batch.
         seed: the seed of the planner's random keys.
 
@@ -56,6 +64,7 @@ def choose_replica_nodes(
         return dataclasses.replace(cost_model, across_nodes=True)
     if cost_model.across_nodes is not None or not planner.takes_homes or not several:
         return cost_model
+    batch = count()
     planner_key, key = jax.random.split(jax.random.key(seed))
     state = planner.init(topology, batch.sample_load.shape[1], key=planner_key)
     assign_key = jax.random.split(key)[1]

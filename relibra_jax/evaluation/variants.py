@@ -8,13 +8,13 @@ from relibra_jax.contract.planner import Place, Placement, PlanRequest
 from relibra_jax.contract.types import BALANCE, Array, Plan, Topology
 from relibra_jax.planning.ablation.placement_methods import descend, longest_first
 from relibra_jax.planning.ablation.token_splits import (
+    replicate_with_eplb_places,
     replicate_with_even_split,
     replicate_with_fixed_places,
 )
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.bin_search import search_bins
 from relibra_jax.planning.choose_by_time import cheapest
-from relibra_jax.planning.heaviest_replicas import replicate_heaviest
 from relibra_jax.planning.placement import BinSearch, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
@@ -79,7 +79,7 @@ def ablation() -> dict[str, PlannerEntry]:
             "ReLibra's replicas, with tokens split evenly over copies", replicate=replicate_with_even_split
         ),
         "splits only": _variant(
-            "EPLB's replicas, with the best token split that they allow", replicate=replicate_heaviest
+            "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
         ),
         "splits over fixed places": _variant(
             "EPLB's replicas of the whole batch, with the best token split in each micro-batch",

@@ -2,10 +2,9 @@
 
 A padded fetch takes as long as the rank that exports the most experts in any layer and micro-batch, and its buffers
 hold an even number of them. So where attention does not hide the fetch, replicas are planned with at most `FEW_EXPORTS`
-exports from every rank too. If every copy crosses by itself, replicas of the heaviest experts are planned as well,
-which level the lanes between nodes (`relibra_jax.planning.heaviest_replicas`). On other nodes, every number of slots
-for visitors (`relibra_jax.planning.visiting_replicas`) is planned. Each layer takes the replicas with the least
-modelled time in each micro-batch.
+exports from every rank too. On other nodes, every number of slots for visitors
+(`relibra_jax.planning.visiting_replicas`) is planned, and each layer takes the one with the least modelled time in each
+micro-batch.
 """
 
 import functools
@@ -16,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from relibra_jax.contract.plan import rank_load, resident_experts
+from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import Plan, Topology, layer_plans
 from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.planning.even_pairs import even_pairs
-from relibra_jax.planning.heaviest_replicas import replicate_heaviest
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.visit_estimates import estimate_visits
 from relibra_jax.planning.visiting_replicas import replicate_with_visitors
@@ -67,8 +65,6 @@ def replicate_for_time(
     plan = _inside(request, placement, topology, **options)
     if topology.num_nodes == 1 or not topology.replica_slots:
         return plan
-    if not request.price.hierarchical:
-        plan = _fastest(request, [plan, replicate_heaviest(request, placement, topology)], topology)
 
     def across() -> Plan:
         numbers = range(1, topology.replica_slots + 1)
@@ -107,9 +103,7 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
 
 @functools.partial(jax.jit, static_argnames="topology")
 def _fastest(request: PlanRequest, plans: Sequence[Plan], topology: Topology) -> Plan:
-    """Take the fastest of several plans with the same homes in each layer and micro-batch.
-
-    Residents serve a whole batch, so a layer takes no plan with other residents than the first plan's.
+    """Take the fastest of several plans with the same homes and residents in each layer and micro-batch.
 
     Args:
         request: the request.
@@ -118,7 +112,6 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan], topology: Topology) ->
     """
     first, count = plans[0], len(plans)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *plans)
-    residents = resident_experts(first, topology)
 
     def take(number, carry: tuple[Plan, jax.Array, jax.Array]) -> tuple[Plan, jax.Array, jax.Array]:
         mixed, least, total = carry
@@ -129,8 +122,7 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan], topology: Topology) ->
             mixed,
         )
         seconds = _seconds(plan, request, topology)
-        same = (resident_experts(plan, topology) == residents).all((1, 2, 3))
-        wins = (seconds < least) & same[None] & (number < count)
+        wins = (seconds < least) & (number < count)
         slots, quota = (
             jnp.where(wins[:, :, None, None, None], *each)
             for each in ((plan.slot_expert, mixed.slot_expert), (plan.quota, mixed.quota))

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
-from relibra_jax.contract.replay import assigned_load
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
 from relibra_jax.planning.assignment import Assign, nodes_as_ranks
 from relibra_jax.planning.batch import Batch
@@ -30,6 +29,12 @@ from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
 from relibra_jax.planning.visit_estimates import tokens_of_ranks
 from relibra_jax.routing.striping import planned_load
+
+MOST_PLANNED: Final = 32
+"""The most micro-batches of which rounds plan all. Of more, they plan those that are priced; replication then compiles
+twice."""
+SUM_MOST: Final = float(1 << 30)
+"""The most token copies of a layer in the sum over a batch; more are scaled down."""
 
 
 @functools.partial(
@@ -114,34 +119,35 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
 
     def plan_starts() -> tuple[_Choice, Plan]:
-        choice, _ = _choose(problem, starts, problem.no_homes)
-        return choice, _plan_choice(problem, _request(problem, starts), choice)
+        request = _request(problem, starts)
+        choice, _ = _choose(problem, lambda: request, problem.no_homes)
+        return choice, _plan_choice(problem, request, choice)
 
     choice, plan = jax.eval_shape(plan_starts)
     blank, no_plan = jax.tree.map(jnp.zeros_like, (choice, plan))
-    priced, micro_batches = _priced_numbers(problem), len(plan.quota)
-    # Rounds plan the priced micro-batches of a choice. Further passes of the loop plan all those of the best one.
-    stop = rounds + 1 + len(trials)
-    passes = -(-micro_batches // len(priced)) if isinstance(choice, _Homes) else 0
+    # Of many micro-batches, rounds plan the priced ones alone; one compilation more then plans all of the best choice.
+    all_planned = isinstance(choice, Plan) or len(plan.quota) <= MOST_PLANNED
+    numbers = None if all_planned else _priced_numbers(problem)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
-    nothing = _Best(starts, blank, problem.state, worst)
+    nothing = _Best(starts, blank, no_plan if all_planned else None, problem.state, worst)
 
-    def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
-        best, merged, latest, whole = carry
-        chosen = number >= stop
+    def body(number, carry: tuple[_Best, _Merged, _Latest]) -> tuple[_Best, _Merged, _Latest]:
+        best, merged, latest = carry
         trial = (
             jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
         )
         tries = number > rounds
         assignments = starts
         if rounds:
-            under_best = tries & (chosen | (True if trial is None else ~trial.first_assignment))
+            under_best = tries & (True if trial is None else ~trial.first_assignment)
             given = jax.tree.map(functools.partial(jnp.where, under_best), best.assignments, starts)
             assign = functools.partial(_assign_stages, problem)
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        search = functools.partial(_choose, problem, assignments, start)
+        request = _request(problem, assignments, numbers)
+        whole = (lambda: request) if all_planned else functools.partial(_request, problem, assignments)
+        search = functools.partial(_choose, problem, whole, start)
         if trial is None:
             choice, state = search()
         else:
@@ -149,41 +155,32 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             assert isinstance(merged.choice, _Homes)
             stay = functools.partial(_stay, problem, trial, best.choice, merged.choice, latest.state)
             choice, state = jax.lax.cond(tries, stay, search)
-        choice = jax.tree.map(functools.partial(jnp.where, chosen), best.choice, choice)
-        in_pass = jnp.minimum((number - stop) * len(priced) + np.arange(len(priced)), micro_batches - 1)
-        numbers = jnp.where(chosen, in_pass, priced)
-        request = _request(problem, assignments, numbers)
-        plan = _some_of_choice(problem, request, choice, numbers)
-        place = jnp.where(chosen, numbers, micro_batches)
-        whole = Plan(
-            jnp.asarray(whole.slot_expert).at[place].set(plan.slot_expert, mode="drop"),
-            plan.home,
-            jnp.asarray(whole.quota).at[place].set(plan.quota, mode="drop"),
-        )
-        prices = functools.partial(_price, problem, assignments, request, plan)
-        price = jax.lax.cond(chosen, lambda: worst, prices)
-        new = _Best(assignments, choice, state, price)
+        plan = _plan_choice(problem, request, choice)
+        price = _price(problem, assignments, request, plan)
+        new = _Best(assignments, choice, plan if all_planned else None, state, price)
         if trial is not None:
             merged = _merge(new, best, merged, trial, tries)
         cheaper = price.total < best.price.total
         after = _Latest(state, _next_placement(problem, choice, number), assignments)
         kept = functools.partial(jnp.where, tries)
         best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
-        return best, merged, jax.tree.map(kept, latest, after), whole
+        return best, merged, jax.tree.map(kept, latest, after)
 
     latest = _Latest(problem.state, _first_placement(problem), starts)
-    carry = (nothing, _Merged(blank, worst.by_layer), latest, no_plan)
-    best, _, _, whole = jax.lax.fori_loop(first, stop + passes, body, carry)
-    plan = best.choice if isinstance(best.choice, Plan) else whole
-    return _in_stages(best.assignments, _request(problem, best.assignments).load, plan), best.state
+    stop = rounds + 1 + len(trials)
+    carry = (nothing, _Merged(blank, worst.by_layer), latest)
+    best, _, _ = jax.lax.fori_loop(first, stop, body, carry)
+    request = _request(problem, best.assignments)
+    plan = _plan_choice(problem, request, best.choice) if best.plan is None else best.plan
+    return _in_stages(best.assignments, request.load, plan), best.state
 
 
 class _Homes(NamedTuple):
     """What a planner that takes homes plans; replicas follow from it."""
 
     placement: Placement
-    bare: Bool[jax.Array, " L"]
-    """The layers without replicas."""
+    bare: Bool[jax.Array, ""]
+    """Whether there are no replicas."""
 
 
 type _Choice = _Homes | Plan
@@ -191,15 +188,16 @@ type _Choice = _Homes | Plan
 
 
 def _choose(
-    problem: Problem, assignments: Sequence[Assignment], start: Int[Array, "L E"] | None
+    problem: Problem, whole: Callable[[], PlanRequest], start: Int[Array, "L E"] | None
 ) -> tuple[_Choice, Any]:
-    """Search for a plan from given homes."""
+    """Search for a plan of the whole batch from given homes."""
     planner, topology = problem.planner, problem.topology
-    request = _request(problem, assignments)._replace(start=start)
-    if planner.reorder is None or planner.replicate is None:
+    request = whole()._replace(start=start)
+    if not planner.takes_homes:
         return planner.update(request, problem.state, topology)
+    assert planner.reorder is not None
     placement, state = planner.reorder(request, problem.state, topology)
-    return _Homes(jax.tree.map(jnp.asarray, placement), jnp.zeros(len(placement.home), bool)), state
+    return _Homes(jax.tree.map(jnp.asarray, placement), jnp.zeros((), bool)), state
 
 
 def _stay(problem: Problem, trial: Trial, best: _Homes, merged: _Homes, state: Any) -> tuple[_Homes, Any]:
@@ -209,29 +207,23 @@ def _stay(problem: Problem, trial: Trial, best: _Homes, merged: _Homes, state: A
     history = getattr(state, "history", None)
     load = problem.batch.sample_load.sum(0, dtype=jnp.float32) if history is None else history.load.sum(1)
     home = homes_of(trial, before, best.placement.home, load, problem.topology)
-    bare = jnp.broadcast_to(trial.bare, merged.bare.shape)
-    own = _Homes(Placement.without_residents(home, problem.topology), bare)
-    choice = jax.tree.map(functools.partial(jnp.where, trial.is_merged), merged, own)
+    own = Placement.without_residents(home, problem.topology)
+    placement = jax.tree.map(functools.partial(jnp.where, trial.is_merged), merged.placement, own)
+    choice = _Homes(placement, jnp.asarray(trial.bare))
     return choice, state._replace(home=choice.placement.home)
 
 
 def _plan_choice(problem: Problem, request: PlanRequest, choice: _Choice) -> Plan:
-    """Return the plan of a choice for some micro-batches; a whole plan must be for the same."""
+    """Return the plan of a choice for the micro-batches of a request."""
     if isinstance(choice, Plan):
         return choice
-    topology, replicate = problem.topology, problem.planner.replicate
-    assert replicate is not None
+    assert problem.planner.replicate is not None
+    topology = problem.topology
+    replicate = functools.partial(problem.planner.replicate, request, choice.placement, topology)
     if not problem.can_stay:
-        return replicate(request, choice.placement, topology)
+        return replicate()
     bare = functools.partial(without_replicas, request.by_expert, choice.placement.home, topology)
-
-    def replicated() -> Plan:
-        plan, none = replicate(request, choice.placement, topology), bare()
-        by_layer = choice.bare[None, :, None, None, None]
-        slots = jnp.where(by_layer, none.slot_expert, plan.slot_expert)
-        return Plan(slots, plan.home, jnp.where(by_layer, none.quota, plan.quota))
-
-    return jax.lax.cond(choice.bare.all(), bare, replicated)
+    return jax.lax.cond(choice.bare, bare, replicate)
 
 
 def _priced(problem: Problem) -> list[Int[np.ndarray, " some"]]:
@@ -246,26 +238,19 @@ def _priced_numbers(problem: Problem) -> Int[np.ndarray, " some"]:
     return np.concatenate([part + first for part, first in zip(_priced(problem), firsts, strict=True)])
 
 
-def _some_of_choice(
-    problem: Problem, request: PlanRequest, choice: _Choice, numbers: Int[jax.Array, " some"]
-) -> Plan:
-    """Return the plan of a choice for some micro-batches."""
-    if isinstance(choice, Plan):
-        return Plan(choice.slot_expert[numbers], choice.home, choice.quota[numbers])
-    return _plan_choice(problem, request, choice)
-
-
 def _price(
     problem: Problem, assignments: Sequence[Assignment], request: PlanRequest, plan: Plan
 ) -> StagePrice:
-    """Price a plan of the priced micro-batches; moves are divided among the batches that they serve."""
+    """Price a plan of all or of the priced micro-batches; moves are divided among the batches that they serve."""
     topology = problem.topology
     batches: Float[jax.Array, " L"] | float = 1.0
     if problem.planner.serves is not None and problem.compare_staying:
         whole = _whole_batch(problem, assignments, request)
         batches = problem.planner.serves(plan.home, whole, problem.state, topology)
+    all_planned = len(plan.quota) == sum(len(each.sample) for each in assignments)
+    sizes = None if all_planned else [len(part) for part in _priced(problem)]
     return price_stages(
-        _in_stages(assignments, request.load, plan, [len(part) for part in _priced(problem)]),
+        _in_stages(assignments, request.load, plan, sizes),
         problem.batch,
         topology,
         problem.prices,
@@ -279,6 +264,8 @@ class _Best(NamedTuple):
 
     assignments: tuple[Assignment, ...]
     choice: _Choice
+    plan: Plan | None
+    """The plan of the choice; None if only its priced micro-batches were planned."""
     state: Any
     price: StagePrice
 
@@ -303,8 +290,11 @@ def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array)
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(wins.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    choice = jax.tree.map(pick, new.choice, old_choice)
-    return _Merged(choice, jnp.where(wins, new.price.by_layer, old))
+    assert isinstance(new.choice, _Homes)
+    assert isinstance(old_choice, _Homes)
+    # All trials of a merged plan are alike in whether they have replicas.
+    placement = jax.tree.map(pick, new.choice.placement, old_choice.placement)
+    return _Merged(_Homes(placement, new.choice.bare), jnp.where(wins, new.price.by_layer, old))
 
 
 class _Latest(NamedTuple):
@@ -347,7 +337,7 @@ def _next_placement(problem: Problem, choice: _Choice, number: Array) -> Placeme
 
 
 def _request(
-    problem: Problem, assignments: Sequence[Assignment], numbers: Int[jax.Array, " some"] | None = None
+    problem: Problem, assignments: Sequence[Assignment], numbers: Int[np.ndarray, " some"] | None = None
 ) -> PlanRequest:
     """Return all that the planner may look at: of all micro-batches, or of some of them, numbered in their order."""
     batch = problem.batch
@@ -378,11 +368,19 @@ def _request(
 
 
 def _whole_batch(problem: Problem, assignments: Sequence[Assignment], request: PlanRequest) -> PlanRequest:
-    """Return a request with all micro-batches of all stages as one, whose tokens are only counted by node."""
-    nodes = problem.topology.num_nodes
-    samples = [jnp.moveaxis(jnp.asarray(each.sample), 1, 0).reshape(nodes, -1) for each in assignments]
-    together = Assignment(jnp.concatenate(samples, axis=1)[None, :, None])
-    return request._replace(load=assigned_load(problem.batch.sample_load, together), tokens=None)
+    """Return a request with all micro-batches of all stages as one, whose loads are in proportion to the true ones."""
+    batch, nodes = problem.batch, problem.topology.num_nodes
+    times = jnp.zeros((nodes, len(batch.lengths) + 1), jnp.float32)
+    for each in assignments:
+        sample = jnp.moveaxis(jnp.asarray(each.sample), 1, 0).reshape(nodes, -1)
+        times = times.at[
+            jnp.arange(nodes)[:, None], jnp.where(sample == EMPTY, len(batch.lengths), sample)
+        ].add(1)
+    load = batch.sample_load.astype(jnp.float32)
+    by_node = jnp.einsum("nb,ble->lne", times[:, :-1], load, precision=jax.lax.Precision.HIGHEST)
+    # The sum over a batch may exceed int32.
+    by_node *= jnp.minimum(1.0, SUM_MOST / jnp.maximum(by_node.sum((1, 2)).max(), 1))
+    return request._replace(load=by_node.round().astype(jnp.int32)[None, :, :, None], tokens=None)
 
 
 def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[jax.Array, "M L E"] | None:

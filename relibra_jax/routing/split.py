@@ -199,8 +199,8 @@ def _served(
     """Return the demand that each group of neighbouring ranks serves itself: of each rank in proportion to its own."""
     supplies, demands = (each.reshape(-1, neighbours, each.shape[1]) for each in (supply, demand))
     offered, wanted = (each.sum(1, keepdims=True, dtype=jnp.int32) for each in (supplies, demands))
-    ends = _proportion(jnp.cumsum(demands, axis=1, dtype=jnp.int32), wanted, offered)
-    parts = jnp.diff(ends, axis=1, prepend=0)
+    begin = _line_starts(demands)
+    parts = _proportion(begin + demands, wanted, offered) - _proportion(begin, wanted, offered)
     return jnp.where(offered < wanted, parts, demands).reshape(demand.shape)
 
 

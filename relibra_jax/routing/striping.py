@@ -18,21 +18,18 @@ from relibra_jax.contract.replay import assigned_load, load_by_part
 from relibra_jax.contract.types import Array, Assignment, BatchPlan, Price, RoutingReplay, Topology
 
 
-def split_evenly(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L N G E"]:
+def split_evenly(in_node: Int[Array, "M L N 1 E"], local: int) -> Int[jax.Array, "M L N G E"]:
     """Split the load of each node evenly over its ranks: an estimate of `striped_load` from the counts of samples.
 
     Args:
-        load: token copies by the rank that holds them.
+        in_node: the token copies of each node.
+        local: G, the number of ranks of a node.
 
-    >>> split_evenly(jnp.array([[[[[5, 0], [2, 1]]]]])).tolist()
+    >>> split_evenly(jnp.array([[[[[7, 1]]]]]), 2).tolist()
     [[[[[3, 1], [4, 0]]]]]
     """
-    return _over_ranks(jnp.asarray(load).sum(-2, keepdims=True, dtype=jnp.int32), load.shape[-2])
-
-
-def _over_ranks(in_node: Int[jax.Array, "M L N 1 E"], local: int) -> Int[jax.Array, "M L N G E"]:
     rounding = (np.arange(local)[:, None] + np.arange(in_node.shape[-1])) % local
-    return (in_node + rounding[None, None, None].astype(np.int32)) // local
+    return (jnp.asarray(in_node) + rounding[None, None, None].astype(np.int32)) // local
 
 
 def planned_load(
@@ -47,9 +44,13 @@ def planned_load(
     """
     if not price.even_ranks:
         return assigned_load(sample_load, assignment)
+    return split_evenly(assigned_load(sample_load, _on_nodes(assignment)), assignment.sample.shape[2])
+
+
+def _on_nodes(assignment: Assignment) -> Assignment:
+    """Return an assignment to nodes, as if each were one rank."""
     sample = jnp.asarray(assignment.sample)
-    nodes = Assignment(sample.reshape(*sample.shape[:2], 1, -1))
-    return _over_ranks(assigned_load(sample_load, nodes), sample.shape[2])
+    return Assignment(sample.reshape(*sample.shape[:2], 1, -1))
 
 
 def striped_load(
@@ -71,8 +72,7 @@ def striped_load(
     [[[[[2, 0], [0, 1]]]]]
     """
     local, experts = topology.ranks_per_node, topology.num_experts
-    sample = jnp.asarray(assignment.sample)
-    nodes = Assignment(sample.reshape(*sample.shape[:2], 1, -1))
+    sample, nodes = assignment.sample, _on_nodes(assignment)
     rank = np.arange(replay.mask.shape[1]) % local
     by_rank = load_by_part(replay, num_experts=experts, part=rank, parts=local)
     return assigned_load(by_rank, nodes).reshape(*sample.shape[:1], -1, *sample.shape[1:2], local, experts)
