@@ -2,8 +2,8 @@
 
 A *cell* is one setting: a trace, a number of tokens, ranks, slots, a path, and what planning may look at. The sample
 covers every pair of values, and is drawn with a seed. In each cell all planners plan the same batches one after the
-other. All are priced as they are sent: `relibra_jax.cost.batch_time` with the node visits of their
-tokens, and with the moves of experts before them. Planners do not assign samples here.
+other. All are priced as they are sent: `relibra_jax.cost.batch_time` with the node visits of their tokens, and with the
+moves of experts before them; `CellTimes` says for which loads of a node's ranks. Planners do not assign samples here.
 """
 
 import dataclasses
@@ -194,18 +194,15 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> CellTimes:
             )
             counted = with_striped_load(batch_plan, replay, topology) if price.striped else batch_plan
             no_errors = np.zeros(batch_plan.load.shape[:2], np.float32)
-            dealt = PlannedBatch(replay, counted, home, no_errors)
+            planned = PlannedBatch(replay, counted, home, no_errors)
             if name == "balanced":
-                times.append([float(time_of_balanced(dealt, topology, price).total)] * 2)
+                times.append([float(time_of_balanced(planned, topology, price).total)] * 2)
             else:
-                visits = count_visits(dealt, topology, price)
-                level = dealt._replace(batch_plan=batch_plan)
-                pairs = [(level, _level_visits(visits, topology, price)), (dealt, visits)]
+                visits = count_visits(planned, topology, price)
+                level = planned._replace(batch_plan=batch_plan)
+                both = ((level, _level_visits(visits, topology, price)), (planned, visits))
                 times.append(
-                    [
-                        float(time_of_batch(each, topology, price, visits=visits).total)
-                        for each, visits in pairs
-                    ]
+                    [float(time_of_batch(each, topology, price, visits=own).total) for each, own in both]
                 )
             home = batch_plan.plan.home
         seconds[name], seconds_counted[name] = np.mean(times, 0).tolist()

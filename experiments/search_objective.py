@@ -77,11 +77,11 @@ def plan_case(case: Setting, steps: int) -> Outcome:
     return run_planner(f"{steps} steps", entry, case, timed_runs=0)
 
 
-def share_after_rounds(case: Setting, rounds: int) -> float:
-    """Plan both batches of a case, the second with a number of rounds; return its share of the balanced run's speed."""
+def shares_after_rounds(case: Setting) -> list[float]:
+    """Return the second batch's share of the balanced run's speed after each of `ROUNDS`."""
     topology, planner = case.topology, PLANNERS["relibra"].planner
     price = case.cost_model.price(topology)
-    planner_key, key = jax.random.split(jax.random.key(case.seed))
+    planner_key, *keys = jax.random.split(jax.random.key(case.seed), 3)
     first, second = case.batches.replays
     state = planner.init(topology, second.expert_ids.shape[2], key=planner_key)
     options: dict[str, Any] = {
@@ -89,11 +89,17 @@ def share_after_rounds(case: Setting, rounds: int) -> float:
         "cost": price,
         "assign": assign_samples,
     }
-    _, state = plan_batch(first, planner, state, topology, key=key, **options)
-    batch_plan, _ = plan_batch(second, planner, state, topology, key=key, rounds=rounds, **options)
-    planned = PlannedBatch(second, batch_plan, state.home, np.zeros(batch_plan.load.shape[:2], np.float32))
-    time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
-    return float(time_of_balanced(planned, topology, price).total / time.total)
+    _, state = plan_batch(first, planner, state, topology, key=keys[0], **options)
+    shares = []
+    for rounds in ROUNDS:
+        batch_plan, _ = plan_batch(second, planner, state, topology, key=keys[1], rounds=rounds, **options)
+        planned = PlannedBatch(
+            second, batch_plan, state.home, np.zeros(batch_plan.load.shape[:2], np.float32)
+        )
+        time = time_of_batch(planned, topology, price, visits=count_visits(planned, topology, price))
+        shares.append(float(time_of_balanced(planned, topology, price).total / time.total))
+        jax.clear_caches()  # a process may hold only so many programs
+    return shares
 
 
 def swap_between_nodes(home: Int[np.ndarray, "L E"], nodes: int, swaps: int, rng: Any) -> np.ndarray:
@@ -157,11 +163,14 @@ def main(config: SearchObjective) -> int:
     rows = []
     for ranks in RANKS:
         case = make_case(trace, FrontDoor(), ranks, 0)
-        outcomes = [plan_case(case, steps) for steps in STEPS]
+        outcomes = []
+        for steps in STEPS:
+            outcomes.append(plan_case(case, steps))
+            jax.clear_caches()  # a process may hold only so many programs
         row = {
             "ranks": ranks,
             "share_of_balanced": [each.share_of_balanced for each in outcomes],
-            "share_after_rounds": [share_after_rounds(case, number) for number in ROUNDS],
+            "share_after_rounds": shares_after_rounds(case),
         }
         found = correlations(outcomes[1])
         rows.append(row | {"correlation": found.tolist()})

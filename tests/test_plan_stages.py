@@ -17,6 +17,7 @@ from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.planning import rounds
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.batch import Batch
@@ -343,3 +344,18 @@ def test_stages_of_counts_and_routes_are_those_of_the_replay(replay):
     chex.assert_trees_all_equal(result[0], expected[0])
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(32, 2, 8\), found \(32, 2, 7\)"):
         plan_batch(counts._replace(sample_load=load[..., :7]), PLANNER, first_state(), TOPOLOGY, **options)
+
+
+@pytest.mark.slow
+def test_rounds_of_a_part_of_many_micro_batches_end_in_the_same_plan(replay, monkeypatch):
+    """Choices are priced by the same micro-batches, whether or not rounds plan the others too."""
+    stages = [Stage(3), Stage(20)]
+    plans = []
+    for most in (23, 22):
+        monkeypatch.setattr(rounds, "MOST_PLANNED", most)
+        rounds.plan_rounds.clear_cache()
+        plans.append(plan(replay, first_state(), stages=stages, assign=ASSIGN, key=KEY, rounds=1))
+    rounds.plan_rounds.clear_cache()
+    chex.assert_trees_all_equal(*plans)
+    for stage in plans[0][0]:
+        check_plan(stage.plan, expert_load(replay, stage.assignment, num_experts=8), TOPOLOGY)

@@ -168,10 +168,10 @@ class Planner(NamedTuple):
     """The first half of ``update``, for planners that have the two halves."""
     replicate: Replicate | None = None
     """The second half: adds replicas to homes and residents. A planner with both halves keeps its homes in a field
-    ``home`` of its state, a NamedTuple, and can start from ``request.start``. Where transfers are paid for,
-    `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan, and never returns
-    a plan that costs more than to leave the experts where they are. None for planners that are run as they are,
-    such as baselines."""
+    ``home`` of its state, a NamedTuple, and can start from ``request.start``. Where transfers are paid for or samples
+    assigned, `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan; of many
+    micro-batches, ``replicate`` first gets a part. Where transfers are paid for, it never returns a plan that costs
+    more than to leave the experts where they are. None for planners that are run as they are, such as baselines."""
     serves: Serves | None = None
     """The number of batches among which the price of moves is divided where plans are compared. None for 1. A planner
     with it keeps a `relibra_jax.planning.horizon.History` in a field ``history`` of its state."""

@@ -4,6 +4,10 @@ Placement plans homes for the current assignment of samples; assignment then mov
 homes. A stage runs all samples of the batch, or a range of them, in its own micro-batches; all stages share homes and
 residents. The planner sees the micro-batches of all stages concatenated along M, and its plan is split along M again.
 ``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
+
+If there are many micro-batches, the rounds add replicas to the priced ones alone
+(`relibra_jax.planning.plan_price.priced_micro_batches`), and the plan of all follows from the cheapest homes and
+residents at the end.
 """
 
 import dataclasses
