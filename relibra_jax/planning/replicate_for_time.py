@@ -121,7 +121,7 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan], topology: Topology) ->
             stacked,
             mixed,
         )
-        seconds = _seconds(plan, request, topology)
+        seconds = _seconds(plan, request, topology).astype(jnp.float32)
         wins = (seconds < least) & (number < count)
         slots, quota = (
             jnp.where(wins[:, :, None, None, None], *each)
