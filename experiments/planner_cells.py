@@ -24,10 +24,11 @@ from rich.table import Table
 from experiments.program import run_program
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, RoutingReplay, Topology
+from relibra_jax.contract.types import Array, Price, RoutingReplay, Topology
 from relibra_jax.evaluation import Batching, Costs, PlannedBatch, make_setting
 from relibra_jax.evaluation.prices import count_visits, time_of_balanced, time_of_batch
 from relibra_jax.evaluation.replica_nodes import choose_replica_nodes
+from relibra_jax.planning.assignment import with_positions
 from relibra_jax.planning.batch import count_batch
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
@@ -228,15 +229,10 @@ def _stages_of_one_shape(replays: Sequence[RoutingReplay], topology: Topology, p
     """
     lengths = [replay.mask.sum(1) for replay in replays]
     packed = [
-        np.asarray(start_assignment(each, topology, num_micro_batches=MICRO_BATCHES, price=price).sample)
-        for each in lengths
+        start_assignment(each, topology, num_micro_batches=MICRO_BATCHES, price=price) for each in lengths
     ]
-    room = max(each.shape[-1] for each in packed)
-    missing = [((0, 0),) * 3 + ((0, room - each.shape[-1]),) for each in packed]
-    return [
-        Stage(MICRO_BATCHES, start=Assignment(np.pad(each, pad, constant_values=EMPTY)))
-        for each, pad in zip(packed, missing, strict=True)
-    ]
+    room = max(each.sample.shape[-1] for each in packed)
+    return [Stage(MICRO_BATCHES, start=with_positions(each, room)) for each in packed]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,22 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
     )
 
 
+def with_positions(assignment: Assignment, positions: int) -> Assignment:
+    """Return an assignment with empty positions added to every rank, as an array of the same kind.
+
+    Args:
+        assignment: the assignment.
+        positions: b, the number of positions of a rank, at least as many as there are.
+
+    >>> with_positions(Assignment(np.array([[[[0], [1]]]])), 2).sample.tolist()
+    [[[[0, -1], [1, -1]]]]
+    """
+    sample = assignment.sample
+    pad = jnp.pad if isinstance(sample, jax.Array) else np.pad
+    missing = ((0, 0),) * 3 + ((0, positions - sample.shape[-1]),)
+    return Assignment(pad(sample, missing, constant_values=EMPTY))
+
+
 def order_for_groups(seconds: Float[Array, " M"], groups: int) -> Int[jax.Array, " M"]:
     """Order micro-batches so that data-parallel groups, which have equally many in turn, take equally long.
 

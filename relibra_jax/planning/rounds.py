@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
-from relibra_jax.planning.assignment import Assign, nodes_as_ranks
+from relibra_jax.planning.assignment import Assign, nodes_as_ranks, with_positions
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_price import StagePrice, price_stages, priced_micro_batches
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
@@ -346,11 +346,7 @@ def _request(
     """Return all that the planner may look at: of all micro-batches, or of some of them, numbered in their order."""
     batch = problem.batch
     room = max(each.sample.shape[-1] for each in assignments)
-    samples = [
-        jnp.pad(each.sample, ((0, 0),) * 3 + ((0, room - each.sample.shape[-1]),), constant_values=EMPTY)
-        for each in assignments
-    ]
-    together = Assignment(samples[0] if len(samples) == 1 else jnp.concatenate(samples))
+    together = Assignment(jnp.concatenate([with_positions(each, room).sample for each in assignments]))
     routes, predicted = None, predicted_loads(batch, assignments)
     if batch.routes is not None:
         routes = _place_in_stages(batch.routes, assignments, problem.samples)

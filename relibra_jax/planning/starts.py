@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.replay import rank_tokens
-from relibra_jax.contract.types import EMPTY, Array, Assignment, Price, Topology
+from relibra_jax.contract.types import Array, Assignment, Price, Topology
 from relibra_jax.cost.step_time import attention_time
-from relibra_jax.planning.assignment import assign_in_order, order_for_groups
+from relibra_jax.planning.assignment import assign_in_order, order_for_groups, with_positions
 from relibra_jax.planning.level_packing import pack_by_level
 from relibra_jax.planning.sample_packing import pack_samples
 
@@ -52,7 +52,7 @@ def start_assignment(
     by_tokens = pack_samples(lengths, topology, num_micro_batches=num_micro_batches)
     if isinstance(lengths, jax.core.Tracer):
         return by_tokens
-    by_tokens = _even_room(by_tokens)
+    by_tokens = with_positions(by_tokens, 1 << (by_tokens.sample.shape[-1] - 1).bit_length())
     if isinstance(price.pair, jax.core.Tracer) or not float(price.pair) > 0:
         return by_tokens
     by_level = pack_by_level(
@@ -76,11 +76,9 @@ def _pack_nodes(
     nodes, local = topology.num_nodes, topology.ranks_per_node
     merged = dataclasses.replace(topology, ranks_per_node=1)
     whole = dataclasses.replace(price, sequences="packed")
-    packed = start_assignment(lengths, merged, num_micro_batches=num_micro_batches, price=whole).sample
-    room = -(-packed.shape[-1] // local)
-    missing = ((0, 0),) * 3 + ((0, local * room - packed.shape[-1]),)
-    pad = jnp.pad if isinstance(packed, jax.Array) else np.pad
-    return Assignment(pad(packed, missing, constant_values=EMPTY).reshape(-1, nodes, local, room))
+    packed = start_assignment(lengths, merged, num_micro_batches=num_micro_batches, price=whole)
+    room = -(-packed.sample.shape[-1] // local)
+    return Assignment(with_positions(packed, local * room).sample.reshape(-1, nodes, local, room))
 
 
 def _for_groups(packing: Assignment, lengths: Int[Array, " B"], price: Price) -> tuple[float, Assignment]:
@@ -91,11 +89,3 @@ def _for_groups(packing: Assignment, lengths: Int[Array, " B"], price: Price) ->
     groups = 1 if len(order) % price.data_parallel else price.data_parallel
     slowest = float(seconds[order].reshape(groups, -1).sum(1).max())
     return slowest, Assignment(np.asarray(packing.sample)[order])
-
-
-def _even_room(assignment: Assignment) -> Assignment:
-    """Add empty positions up to the next power of two."""
-    sample = np.asarray(assignment.sample)
-    positions = 1 << (sample.shape[-1] - 1).bit_length()
-    missing = ((0, 0),) * 3 + ((0, positions - sample.shape[-1]),)
-    return Assignment(np.pad(sample, missing, constant_values=EMPTY))
