@@ -131,8 +131,7 @@ def correlations(outcome: Outcome) -> Float[np.ndarray, " L"]:
         jnp.zeros((nodes, micro_batches, layers)),
         token_bits(routes, topology, num_micro_batches=micro_batches, scale=1),
         jnp.float32(prices.crossing),
-        jnp.zeros(plan.plan.home.shape[::-1], jnp.int32),
-        jnp.float32(0),
+        jnp.zeros((topology.num_experts, nodes, layers)),
     )
     objective = jax.jit(functools.partial(node_objective, problem, num_nodes=nodes, top_k=top_k))
     attention, _ = attention_time(plan.assignment, batch.lengths, price)

@@ -15,7 +15,7 @@ from support.plans import random_ids
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import Topology
 from relibra_jax.planning import node_search
-from relibra_jax.planning.node_search import NodeProblem, search_nodes
+from relibra_jax.planning.node_search import NodeProblem, move_times, search_nodes
 from relibra_jax.planning.token_bits import token_bits
 
 INSTANCES, GROUP, TOP_K = 60, 16, 3
@@ -58,10 +58,9 @@ class Instance:
         )
 
     def problem(self, crossing, move):
-        numbers = (self.share, self.offset, self.tokens, crossing, self.start.astype(np.int32), move)
-        return NodeProblem(
-            *jax.tree.map(jnp.asarray, numbers[:3]), jnp.float32(crossing), numbers[4], jnp.float32(move)
-        )
+        moves = move_times(jnp.asarray(self.start, jnp.int32), move, num_nodes=self.nodes)
+        share, offset, tokens = jax.tree.map(jnp.asarray, (self.share, self.offset, self.tokens))
+        return NodeProblem(share, offset, tokens, jnp.float32(crossing), moves)
 
     def time(self, home_node, crossing, move):
         """Return the time of homes ``[E L]``, by layer."""
@@ -183,7 +182,11 @@ def test_search_nodes_adds_no_crossings_with_top_1_or_all_experts(top_k):
     share = jnp.asarray((ids[..., None] == np.arange(8)).sum((0, 2)).T[:, None] / (16 * top_k), jnp.float32)
     start = np.tile(np.arange(8, dtype=np.int32)[:, None] // 4, (1, 4))
     problem = NodeProblem(
-        share, jnp.zeros((2, 1, 4)), tokens, jnp.float32(5), jnp.asarray(start), jnp.float32(0.001)
+        share,
+        jnp.zeros((2, 1, 4)),
+        tokens,
+        jnp.float32(5),
+        move_times(jnp.asarray(start), 0.001, num_nodes=2),
     )
     result = np.asarray(
         search_nodes(problem, jnp.asarray(start), jax.random.key(0), num_nodes=2, top_k=top_k, steps=50)
@@ -206,8 +209,8 @@ def test_search_nodes_makes_fewer_overfitting_moves_with_a_judge():
     sample = PlacedRoutes(ids, np.zeros(8192, int), np.arange(8192) % 2)
     tokens, judge = token_bits(sample, topology, num_micro_batches=1, scale=2).halves()
     start = jnp.asarray(np.tile(np.arange(8, dtype=np.int32)[:, None] // 4, (1, layers)))
-    numbers = (jnp.float32(1), start, jnp.float32(0.002))
-    problem = NodeProblem(jnp.full((8, 1, layers), 0.25), jnp.zeros((2, 1, layers)), tokens, *numbers)
+    prices = (jnp.float32(1), move_times(start, 0.002, num_nodes=2))
+    problem = NodeProblem(jnp.full((8, 1, layers), 0.25), jnp.zeros((2, 1, layers)), tokens, *prices)
 
     def moved_layers(problem):
         result = search_nodes(problem, start, jax.random.key(0), num_nodes=2, top_k=2, steps=200)

@@ -1,4 +1,4 @@
-"""Sampled tokens: at even distances, in proportion to samples, and with their places under an assignment."""
+"""Sampled tokens: spread over the batch, in proportion to samples, and with their places under an assignment."""
 
 import jax
 import numpy as np
@@ -22,26 +22,40 @@ def numbered(lengths, tokens):
     return RoutingReplay(ids[..., None, None].astype(np.int32), mask)
 
 
+def check_intervals(token, total, count):
+    first = np.arange(count + 1) * total // count
+    assert (first[:-1] <= token).all()
+    assert (token < np.maximum(first[1:], first[:-1] + 1)).all()
+
+
 @settings(max_examples=40)
 @given(lengths=st.lists(st.integers(0, 6), min_size=5, max_size=5), count=st.sampled_from([1, 4, 13]))
-def test_sample_routes_takes_tokens_at_even_distances(lengths, count):
-    """Sampled token q is number ``q * total // count`` of a plain loop, also with gaps and empty samples."""
+def test_sample_routes_takes_a_token_of_every_interval(lengths, count):
+    """Sampled token q is in the q-th of equal intervals of the batch's tokens, also with gaps and empty samples."""
     replay = numbered(lengths, 6)
     routes = sample_routes(replay, count=count)
     total = sum(lengths)
     if total == 0:
         assert (np.asarray(routes.sample) == EMPTY).all()
         return
-    expected = [q * total // count for q in range(count)]
-    assert np.ravel(routes.expert_ids).tolist() == expected
+    token = np.ravel(routes.expert_ids)
+    check_intervals(token, total, count)
     owner = np.repeat(np.arange(5), lengths)
-    assert np.asarray(routes.sample).tolist() == owner[expected].tolist()
+    assert np.asarray(routes.sample).tolist() == owner[token].tolist()
 
 
 def test_sample_routes_stays_even_however_many_tokens_are_taken():
     count, total = 46_000, 50_000
     routes = sample_routes(numbered([total - 7, 7], total), count=count)
-    np.testing.assert_array_equal(np.ravel(routes.expert_ids), np.arange(count) * total // count)
+    check_intervals(np.ravel(routes.expert_ids), total, count)
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8])
+def test_sample_routes_sees_all_of_routing_that_repeats(period):
+    """Tokens at even distances would be of some phases alone; here every phase has its share, up to 10%."""
+    routes = sample_routes(numbered([4096, 4096], 4096), count=1024)
+    phase = np.bincount(np.ravel(routes.expert_ids) % period, minlength=period)
+    np.testing.assert_allclose(phase, 1024 / period, rtol=0.1)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 46_341])

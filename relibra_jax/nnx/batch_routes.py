@@ -88,8 +88,8 @@ class BatchRoutes:
         return row[sample]  # EMPTY is the last entry
 
     def _sample_routes(self, lengths: Int[np.ndarray, " B"]) -> Routes:
-        """Take tokens at even distances (`relibra_jax.planning.routes.sample_routes`), each from the process that has
-        it."""
+        """Take tokens that are spread over the batch (`relibra_jax.planning.routes.sample_routes`), each from the
+        process that has it."""
         sample, number = token_places(lengths, TOKENS)
         row = self._local(sample)
         ids, mask = map(np.asarray, self.replay)

@@ -11,10 +11,14 @@ threefry is large: with one call for each kind of random number, they were most 
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
+
+REFINING: Final = 3e-4
+"""The initial temperature of a search that starts from homes that suit the batch. A higher one would lose them."""
 
 
 def anneal[State, Draw, Changes](

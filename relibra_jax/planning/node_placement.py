@@ -6,6 +6,7 @@ homes, then homes for the crossings that remain, and so on. Residents come first
 that residents do not save.
 """
 
+import functools
 import math
 from typing import Final, NamedTuple
 
@@ -15,7 +16,9 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import Price, Topology
-from relibra_jax.planning.node_search import HOTTEST, NodeProblem, search_nodes
+from relibra_jax.planning.annealing import REFINING
+from relibra_jax.planning.expert_clusters import has_clusters, search_clusters
+from relibra_jax.planning.node_search import HOTTEST, NodeProblem, move_times, search_nodes
 from relibra_jax.planning.residents import choose_residents
 from relibra_jax.planning.token_bits import TokenBits, token_bits
 
@@ -92,7 +95,7 @@ def place_on_nodes(
     *,
     key: PRNGKeyArray,
     steps: int,
-    hottest: Float[jax.Array, ""] | float = HOTTEST,
+    refining: Bool[jax.Array, ""] | bool,
     prices: RelativePrices,
     hierarchical: bool = True,
 ) -> NodePlacement:
@@ -106,7 +109,7 @@ def place_on_nodes(
         topology: the expert-parallel group.
         key: random key, consumed.
         steps: the number of annealing steps of all searches together.
-        hottest: the temperature of the first step of the first search.
+        refining: whether the start suits the batch, so that the search stays near it.
         prices: the prices of transfers, as `relative_prices` returns them.
         hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
 
@@ -116,7 +119,8 @@ def place_on_nodes(
     nodes, top_k = topology.num_nodes, routes.expert_ids.shape[-1]
     bits, judge = token_bits(routes, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
-    searches = ALTERNATIONS if topology.resident_slots else 1
+    searches, clustered = ALTERNATIONS if topology.resident_slots else 1, has_clusters(topology)
+    hottest = jnp.where(clustered | jnp.asarray(refining), jnp.float32(REFINING), jnp.float32(HOTTEST))
     crossing = prices.crossing
     if not hierarchical:
         # A visiting token brings as many copies as it has experts on the node, averaged over random experts.
@@ -138,17 +142,29 @@ def place_on_nodes(
             jnp.where(is_resident, share, 0).sum(1),
             to_home(bits),
             jnp.float32(crossing),
-            old_node,
-            jnp.float32(prices.move),
+            move_times(old_node, prices.move, num_nodes=nodes),
             to_home(judge),
         )
+        steps_each = max(1, steps // searches)
+        if clustered:
+            by_clusters = functools.partial(
+                search_clusters,
+                problem,
+                expert_ids=routes.expert_ids,
+                key=jax.random.fold_in(key, 0),
+                num_nodes=nodes,
+                top_k=top_k,
+                steps=max(1, steps_each // 2),
+            )
+            begins = (number == 1) & ~jnp.asarray(refining)
+            home_node = jax.lax.cond(begins, by_clusters, lambda home_node: home_node, home_node)
         return search_nodes(
             problem,
             home_node,
             jax.random.fold_in(key, number),
             num_nodes=nodes,
             top_k=top_k,
-            steps=max(1, steps // searches),
+            steps=steps_each,
             hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, HOTTEST_LATER)),
         )
 

@@ -2,7 +2,7 @@
 
 The time of a batch, for one layer, up to constants and in units of its balanced compute, is
 
-    sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  move * (experts that move),
+    sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  sum_e moves[e],
 
 where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` and ``received`` count distinct tokens
 that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). Every micro-batch waits for its
@@ -42,10 +42,8 @@ class NodeProblem(NamedTuple):
     """The tokens that use each expert at its home; tokens whose node has the expert as a resident are left out."""
     crossing: Float[jax.Array, ""]
     """The time in which all tokens of a node cross, relative to that of its balanced compute."""
-    old_node: Int[jax.Array, "E L"]
-    """The node of each expert before the batch."""
-    move: Float[jax.Array, ""]
-    """The time of moving one expert to another node, relative to a layer's balanced compute in the batch."""
+    moves: Float[jax.Array, "E N L"]
+    """The time of moving each expert to each node, relative to a layer's balanced compute in the batch."""
     judge: TokenBits | None = None
     """Other tokens, by which the result is compared with the start, because part of the gain on the tokens of the
     search is overfitting. None compares by the same tokens."""
@@ -57,12 +55,28 @@ class _State(NamedTuple):
     expert: Int[jax.Array, "E L"]
     share: Float[jax.Array, "E M L"]
     bits: UInt32[jax.Array, "E groups N words L"]
-    old_node: Int[jax.Array, "E L"]
+    moves: Float[jax.Array, "E N L"]
     load: Float[jax.Array, "N M L"]
     planes: UInt32[jax.Array, "N planes groups N words L"]
     """The number of experts that each token has on each node, in binary."""
     visits: Float[jax.Array, "N groups N L"]
     """The tokens that visit each node, by the node that holds them; 0 for the node itself."""
+
+
+def move_times(
+    old_node: Int[jax.Array, "E L"], move: Float[jax.Array, ""] | float, *, num_nodes: int
+) -> Float[jax.Array, "E N L"]:
+    """Return the time of moving each expert to each node, if every move to another node takes equally long.
+
+    Args:
+        old_node: the node of each expert before the batch.
+        move: the time of one move.
+        num_nodes: N, the number of nodes.
+
+    >>> move_times(jnp.array([[0], [1]]), 0.5, num_nodes=2)[..., 0].tolist()
+    [[0.0, 0.5], [0.5, 0.0]]
+    """
+    return jnp.where(old_node[:, None] == jnp.arange(num_nodes)[None, :, None], 0, jnp.float32(move))
 
 
 def search_nodes(
@@ -94,9 +108,28 @@ def search_nodes(
     """
     final_state = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
     result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // num_nodes)
+    return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)
+
+
+def better_nodes(
+    problem: NodeProblem,
+    start: Int[jax.Array, "E L"],
+    result: Int[jax.Array, "E L"],
+    *,
+    num_nodes: int,
+    top_k: int,
+) -> Int[jax.Array, "E L"]:
+    """Return the nodes of each layer's experts from the better of two assignments, of equal ones the first.
+
+    Args:
+        problem: the inputs of the search. Its judge, if there is one, decides.
+        start: the node of each expert.
+        result: another node of each expert.
+        num_nodes: N, the number of nodes.
+        top_k: K, the number of experts of a token.
+    """
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
-
     objective = functools.partial(node_objective, problem, num_nodes=num_nodes, top_k=top_k)
     old_objective, new_objective = jax.lax.map(objective, jnp.stack([start, result]))
     return jnp.where((new_objective < old_objective)[None], result, start)
@@ -131,7 +164,7 @@ def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _S
         order,
         share,
         bits,
-        ordered(problem.old_node),
+        ordered(problem.moves),
         problem.offset + share.reshape(num_nodes, -1, *share.shape[1:]).sum(1),
         planes.swapaxes(0, 1),
         jnp.where(other, problem.tokens.weigh(_any(planes)), 0),
@@ -180,8 +213,8 @@ def _propose(problem: NodeProblem, state: _State, draw):
     visits_q = _zero_own_node(q, problem.tokens.weigh(stays_q | item[2]))
     gain = candidates[1] - item[1]
     load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
-    moves = _moved(candidates[3], p) + _moved(item[3], q) - _moved(candidates[3], q) - _moved(item[3], p)
-    swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
+    moves = candidates[3][:, p] + item[3][:, q] - candidates[3][:, q] - item[3][:, p]
+    swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + moves
     current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
     stay_time = _time(problem, state, p, q, *current)
     swaps = _Swaps(item, candidates, rest_p, planes_q, load_p, load_q, visits_p, visits_q)
@@ -205,7 +238,7 @@ def _apply(state: _State, draw, swaps: _Swaps, choice: Int[jax.Array, " L"]) -> 
         partner = jnp.take_along_axis(candidates, partner, axis=0)[0]
         return jnp.where(_aligned(choice, old.ndim) < 0, old, partner)
 
-    expert, share, bits, old_node = map(swap, state[:4], swaps.item, swaps.candidates)
+    expert, share, bits, moves = map(swap, state[:4], swaps.item, swaps.candidates)
     # Without a swap, the incoming item is the item itself. Subtracting it from q and adding it again changes nothing,
     # because planes count modulo a power of two.
     leaving = swaps.item[2][0]
@@ -220,7 +253,7 @@ def _apply(state: _State, draw, swaps: _Swaps, choice: Int[jax.Array, " L"]) -> 
     )
     visits = state.visits.at[p].set(select(swaps.visits_p, state.visits[p]))
     visits = visits.at[q].set(select(swaps.visits_q, state.visits[q]))
-    return _State(expert, share, bits, old_node, load, planes, visits)
+    return _State(expert, share, bits, moves, load, planes, visits)
 
 
 def _items(state: _State, first, count: int):
@@ -230,10 +263,10 @@ def _items(state: _State, first, count: int):
 
 def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
     nodes = len(state.load)
-    node = jnp.arange(len(state.expert))[:, None] // (len(state.expert) // nodes)
-    moves = _moved(state.old_node, node).sum(0)
+    by_node = state.moves.reshape(nodes, -1, *state.moves.shape[1:])  # [N size N L]
+    moves = jnp.einsum("nsnl->l", by_node)
     first_node = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
-    return _time(problem, state, 0, 0, *first_node)[0] + problem.move * moves
+    return _time(problem, state, 0, 0, *first_node)[0] + moves
 
 
 def _time(
@@ -269,10 +302,6 @@ def _zero_own_node(node, visits: Float[jax.Array, "C groups N L"]):
 def _aligned(array, ndim: int):
     """Insert axes of length 1 before the last axis until the array has ``ndim`` axes."""
     return array.reshape(*array.shape[:-1], *[1] * (ndim - array.ndim), array.shape[-1])
-
-
-def _moved(old_node, node) -> Float[jax.Array, "... L"]:
-    return (old_node != node).astype(jnp.float32)
 
 
 def _any(planes: UInt32[jax.Array, "planes ..."]) -> UInt32[jax.Array, "..."]:

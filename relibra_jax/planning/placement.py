@@ -14,7 +14,7 @@ other items: the price of moving an expert and of token copies that cross nodes.
 """
 
 import functools
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Topology
-from relibra_jax.planning import bin_search, node_search
+from relibra_jax.planning import bin_search
+from relibra_jax.planning.annealing import REFINING
 from relibra_jax.planning.bin_search import Bins, search_bins
 from relibra_jax.planning.node_placement import (
     RelativePrices,
@@ -34,10 +35,6 @@ from relibra_jax.planning.portfolio import keep_slots
 from relibra_jax.planning.residents import residents_on_ranks
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
-
-REFINING: Final = 3e-4
-"""The initial temperature of a search that starts from ``request.start``. A higher one would lose the given homes."""
-
 
 @runtime_checkable
 class BinSearch(Protocol):
@@ -169,7 +166,7 @@ def _place_nodes_in_time(
         topology,
         key=key,
         steps=steps,
-        hottest=jnp.where(view.refining, jnp.float32(REFINING), jnp.float32(node_search.HOTTEST)),
+        refining=view.refining,
         prices=view.prices,
         hierarchical=request.price.hierarchical,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from relibra_jax.contract.planner import PlacedRoutes, Routes
-from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay
+from relibra_jax.contract.types import EMPTY, Array, Assignment, RoutingReplay
 from relibra_jax.support.limits import check_integer
 
 TOKENS: Final = 16_384
@@ -22,7 +22,7 @@ MOST_TOKENS: Final = 46_340
 
 
 def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
-    """Take tokens of a batch at even distances, so every sample is represented in proportion to its length.
+    """Take tokens that are spread over a batch, so every sample is represented in proportion to its length.
 
     Works under jit, and uses no random numbers. Only the routes that are taken are read.
 
@@ -58,7 +58,7 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
 def token_places(
     lengths: Integer[np.ndarray, " B"], count: int
 ) -> tuple[Int[np.ndarray, " Q"], Int[np.ndarray, " Q"]]:
-    """Return the sample and the number within it of Q real tokens of a batch, at even distances.
+    """Return the sample and the number within it of Q real tokens that are spread over a batch.
 
     Args:
         lengths: the number of real tokens of each sample.
@@ -67,12 +67,34 @@ def token_places(
     Returns:
         The samples, int32, which do not decrease; EMPTY if the batch has no tokens. The numbers of tokens, int64.
     """
-    ends, total = np.cumsum(lengths, dtype=np.int64), int(lengths.sum(dtype=np.int64))
+    ends, total = np.cumsum(lengths, dtype=np.int64), np.asarray(lengths.sum(dtype=np.int64))
     if not total:
         return np.full(count, EMPTY, np.int32), np.zeros(count, np.int64)
-    token = np.arange(count) * total // count
+    token = spread(total, count)
     sample = np.searchsorted(ends, token, side="right")
     return sample.astype(np.int32), token - (ends - lengths)[sample]
+
+
+def spread(total: Integer[Array, "*shape"], count: int) -> Integer[Array, "*shape Q"]:
+    """Number Q of a row of items: one of each of Q intervals of equal length, at a place that varies between intervals.
+
+    Items at even distances would miss a part of routing that repeats, as that of the workloads W0 to W7 does. Places
+    are those of the golden ratio's multiples, modulo 1.
+
+    Args:
+        total: the number of items. If it is below Q, some items are numbered several times.
+        count: Q.
+
+    >>> spread(np.array([1000, 3]), 5).tolist()
+    [[0, 323, 447, 770, 894], [0, 0, 1, 1, 2]]
+    """
+    index = np.arange(count + 1, dtype=np.int32).reshape(*[1] * total.ndim, -1)
+    total = total[..., None]
+    # Quotient and remainder keep all products within int32.
+    first = index * (total // count) + index * (total % count) // count
+    width = first[..., 1:] - first[..., :-1]
+    place = (index[..., :-1].astype(np.uint32) * np.uint32(0x9E3779B9) >> 20).astype(np.int32)  # of 4,096
+    return first[..., :-1] + (width >> 12) * place + ((width & 4095) * place >> 12)
 
 
 def _sample(replay: RoutingReplay, count: int) -> Routes:
@@ -80,10 +102,8 @@ def _sample(replay: RoutingReplay, count: int) -> Routes:
     check_integer("token positions of a replay under jit, B * T", mask.size, least=0)
     counts = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
     total = counts[-1]
-    # The n-th token of the batch is where the count first reaches n + 1. Quotient and remainder avoid int32 overflow.
-    index = jnp.arange(count, dtype=jnp.int32)
-    token = index * (total // count) + index * (total % count) // count
-    position = jnp.searchsorted(counts, token + 1).astype(jnp.int32)
+    # The n-th token of the batch is where the count first reaches n + 1.
+    position = jnp.searchsorted(counts, spread(total, count) + 1).astype(jnp.int32)
     position = jnp.minimum(position, counts.size - 1)
     ids = jnp.asarray(replay.expert_ids)
     sample = jnp.where(total > 0, position // mask.shape[1], EMPTY)

@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt32
 
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import EMPTY, Topology
+from relibra_jax.planning.routes import spread
 
 WORDS: Final = 128
 """The number of words of a layer: 4,096 tokens, which estimate a layer's mean crossings to about 1%. It is larger if
@@ -52,7 +53,7 @@ def token_bits(
 ) -> TokenBits:
     """Convert the routes of sampled tokens to bits.
 
-    Each group takes as many tokens as it has bits, evenly spaced among its tokens in the sample. A group with fewer
+    Each group takes as many tokens as it has bits, spread over its tokens in the sample. A group with fewer
     tokens repeats some of them, and a group without tokens stays empty.
 
     Args:
@@ -81,14 +82,7 @@ def token_bits(
     size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
     first = jnp.cumsum(size, dtype=jnp.int32) - size
     most_tokens = 32 * words
-    index, quotient, remainder = (
-        jnp.arange(most_tokens, dtype=jnp.int32)[None],
-        size[:, None] // most_tokens,
-        size[:, None] % most_tokens,
-    )
-    token = (
-        first[:, None] + index * quotient + index * remainder // most_tokens
-    )  # ordered so that int32 does not overflow
+    token = first[:, None] + spread(size, most_tokens)
     token = jnp.argsort(group, stable=True)[jnp.minimum(token, group.size - 1)]
     ids = jnp.asarray(routes.expert_ids)[token].astype(jnp.int32)  # [groups x N, most_tokens, L, K]
     ids = jnp.where(size[:, None, None, None] > 0, ids, experts)

@@ -1,0 +1,127 @@
+"""Clusters of experts that tokens choose together, and a search that places whole clusters on nodes.
+
+A token crosses to a node once for all of its experts there, so experts that are chosen together belong together. The
+search over nodes (`relibra_jax.planning.node_search`) swaps single experts. It cannot bring such a group to another
+node, because every expert but the last one adds crossings instead of saving them. So clusters are placed first, by the
+same search with clusters in the place of experts. As in multilevel graph partitioning (METIS), clusters come from a
+matching of the heaviest vertices with their most strongly connected neighbours, twice.
+"""
+
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, Integer, PRNGKeyArray
+
+from relibra_jax.contract.types import Array, Topology
+from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes
+from relibra_jax.planning.token_bits import TokenBits
+
+CLUSTER: Final = 4
+"""The number of experts of a cluster."""
+LEAST_CLUSTERS: Final = 2
+"""The fewest clusters of a node for which clusters are placed first."""
+
+
+def has_clusters(topology: Topology) -> bool:
+    """Return whether nodes have enough experts for a search by clusters.
+
+    Args:
+        topology: the expert-parallel group.
+    """
+    clusters, rest = divmod(topology.num_experts // topology.num_nodes, CLUSTER)
+    return not rest and clusters >= LEAST_CLUSTERS
+
+
+def cluster_experts(expert_ids: Integer[Array, "Q L K"], num_experts: int) -> Int[jax.Array, "E L"]:
+    """Order experts so that every `CLUSTER` consecutive ones are a cluster.
+
+    Experts, heaviest first, are paired with the expert with which tokens choose them most often together, relative to
+    the geometric mean of how often either is chosen; pairs are paired again.
+
+    Args:
+        expert_ids: the experts of sampled tokens.
+        num_experts: E, the number of experts, a multiple of `CLUSTER`.
+
+    >>> cluster_experts(jnp.array([[[0, 2, 5, 7]], [[1, 3, 4, 6]], [[0, 2, 5, 7]]]), 8).T.tolist()
+    [[0, 2, 5, 7, 1, 3, 4, 6]]
+    """
+
+    def one_layer(ids: Int[jax.Array, "Q K"]) -> Int[jax.Array, " E"]:
+        together = jnp.zeros((num_experts, num_experts), jnp.float32).at[ids[:, :, None], ids[:, None]].add(1)
+        count, order = together.diagonal(), jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+        while order.shape[1] < CLUSTER:
+            pair = _pair(together, count)
+            together = together[pair].sum(1)[:, pair].sum(2)
+            count, order = count[pair].sum(1), order[pair].reshape(len(pair), -1)
+        return order.ravel()
+
+    return jax.lax.map(one_layer, jnp.asarray(expert_ids, jnp.int32).swapaxes(0, 1)).T
+
+
+def _pair(together: Float[jax.Array, "I I"], count: Float[jax.Array, " I"]) -> Int[jax.Array, "I//2 2"]:
+    """Match items, heaviest first, each with the free item with which it is chosen most often together."""
+    scale = jax.lax.rsqrt(jnp.maximum(count, 1))
+    affinity = together * scale[None] * scale[:, None]
+
+    def match(free, item):
+        others = free.at[item].set(False)
+        partner = jnp.argmax(jnp.where(others, affinity[item], -1)).astype(jnp.int32)
+        is_free = free[item]
+        return jnp.where(is_free, others.at[partner].set(False), free), (is_free, partner)
+
+    order = jnp.argsort(-count, stable=True).astype(jnp.int32)
+    _, (is_first, partner) = jax.lax.scan(match, jnp.ones(len(count), bool), order)
+    first = jnp.argsort(~is_first, stable=True)[: len(count) // 2]
+    return jnp.stack([order[first], partner[first]], -1)
+
+
+def search_clusters(
+    problem: NodeProblem,
+    start: Int[jax.Array, "E L"],
+    expert_ids: Integer[Array, "Q L K"],
+    key: PRNGKeyArray,
+    *,
+    num_nodes: int,
+    top_k: int,
+    steps: int,
+) -> Int[jax.Array, "E L"]:
+    """Search for the nodes of whole clusters that minimise modelled time; at least as good as the start.
+
+    Args:
+        problem: the inputs of the search over nodes.
+        start: the node of each expert to which the result is compared, with the same number of experts on each node.
+        expert_ids: the experts of sampled tokens, from which clusters are made.
+        key: random key, consumed.
+        num_nodes: N, the number of nodes.
+        top_k: K, the number of experts of a token.
+        steps: the number of annealing steps.
+
+    Returns:
+        The node of each expert, in every layer from the better of the search's result and the start.
+    """
+    clusters = len(start) // CLUSTER
+    order = cluster_experts(expert_ids, len(start))
+
+    def members(array: jax.Array) -> jax.Array:
+        index = order.reshape(len(order), *[1] * (array.ndim - 2), order.shape[1])
+        array = jnp.take_along_axis(array, index, axis=0)
+        return array.reshape(clusters, CLUSTER, *array.shape[1:])
+
+    def any_of(tokens: TokenBits) -> TokenBits:
+        # A token visits the node of a cluster if it uses any of its experts.
+        bits = jax.lax.reduce(members(tokens.bits), jnp.uint32(0), jax.lax.bitwise_or, (1,))
+        return tokens._replace(bits=bits)
+
+    together = problem._replace(
+        share=members(problem.share).sum(1),
+        moves=members(problem.moves).sum(1),
+        tokens=any_of(problem.tokens),
+        judge=None if problem.judge is None else any_of(problem.judge),
+    )
+    in_turn = jnp.arange(clusters, dtype=jnp.int32)[:, None] % num_nodes
+    spread = jnp.broadcast_to(in_turn, (clusters, start.shape[1]))
+    node = search_nodes(together, spread, key, num_nodes=num_nodes, top_k=top_k, steps=steps)
+    layer = jnp.arange(start.shape[1])[None]
+    result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, CLUSTER, axis=0))
+    return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)

@@ -1,0 +1,101 @@
+"""Clusters of experts that tokens choose together: how they are found, and that they are placed as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra_jax.contract.planner import PlacedRoutes
+from relibra_jax.contract.types import Topology
+from relibra_jax.planning.expert_clusters import cluster_experts, has_clusters, search_clusters
+from relibra_jax.planning.node_search import NodeProblem, move_times, node_objective, search_nodes
+from relibra_jax.planning.token_bits import token_bits
+
+NODES, EXPERTS, LAYERS, TOKENS = 4, 32, 3, 1024
+TOPOLOGY = Topology(num_nodes=NODES, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0)
+SIZES = {"num_nodes": NODES, "top_k": 4, "steps": 400}
+
+
+def quads(seed=0):
+    """Return routes whose tokens choose one of four sets of four experts, and each expert's set: EMPTY for none."""
+    rng = np.random.default_rng(seed)
+    sets = np.stack([rng.permutation(EXPERTS)[:16].reshape(4, 4) for _ in range(LAYERS)])
+    chosen = rng.integers(4, size=(TOKENS, LAYERS))
+    return sets[np.arange(LAYERS), chosen], sets
+
+
+def problem_of(ids, start, *, crossing, move):
+    routes = PlacedRoutes(ids, np.zeros(TOKENS, int), np.arange(TOKENS) % NODES)
+    tokens = token_bits(routes, TOPOLOGY, num_micro_batches=1)
+    count = np.stack([np.bincount(ids[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)], -1)
+    share = jnp.asarray(count[:, None] * NODES / (TOKENS * 4), jnp.float32)
+    offset = jnp.zeros((NODES, 1, LAYERS))
+    return NodeProblem(share, offset, tokens, jnp.float32(crossing), move_times(start, move, num_nodes=NODES))
+
+
+def starts_together(sets):
+    """Return nodes of experts with all four sets on two nodes."""
+    start = np.zeros((EXPERTS, LAYERS), np.int32)
+    for layer, each in enumerate(sets):
+        others = np.setdiff1d(np.arange(EXPERTS), each)
+        start[np.concatenate([each[:2].ravel(), each[2:].ravel(), others]), layer] = np.arange(EXPERTS) // 8
+    return jnp.asarray(start)
+
+
+def test_clusters_are_the_sets_that_tokens_choose():
+    ids, sets = quads()
+    order = np.asarray(cluster_experts(ids, EXPERTS))
+    for layer in range(LAYERS):
+        found = {frozenset(each) for each in order[:, layer].reshape(-1, 4).tolist()}
+        assert {frozenset(each) for each in sets[layer].tolist()} <= found
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 999), experts=st.sampled_from([4, 8, 24]), top_k=st.sampled_from([1, 3]))
+def test_clusters_hold_every_expert_once(seed, experts, top_k):
+    ids = np.random.default_rng(seed).random((16, 2, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
+    order = np.asarray(cluster_experts(ids, experts))
+    np.testing.assert_array_equal(np.sort(order, axis=0), np.arange(experts)[:, None] * [1, 1])
+
+
+def test_a_cluster_moves_where_no_single_expert_would():
+    """With all four sets on two nodes, two of them belong on the other nodes; a single expert's move adds crossings."""
+    ids, sets = quads()
+    start = starts_together(sets)
+    problem = problem_of(ids, start, crossing=4.0, move=0.001)
+    alone = search_nodes(problem, start, jax.random.key(0), hottest=1e-6, **SIZES)
+    whole = search_clusters(problem, start, ids, jax.random.key(0), **SIZES)
+    time = [
+        np.asarray(node_objective(problem, node, num_nodes=NODES, top_k=4)) for node in (start, alone, whole)
+    ]
+    assert (time[2] < time[1] - 0.1).all()
+    assert (time[1] <= time[0]).all()
+    by_set = np.asarray(whole)[sets, np.arange(LAYERS)[:, None, None]]
+    assert (by_set == by_set[..., :1]).all(), "no set is divided"
+    assert (np.sort(by_set[..., 0]) == np.arange(4)).all(), "every node has one set"
+
+
+@pytest.mark.parametrize("move", [0.0, 50.0])
+def test_clusters_never_make_a_layer_worse(move):
+    """Random routing has no clusters, and moves may cost more than they save."""
+    ids = np.random.default_rng(1).random((TOKENS, LAYERS, EXPERTS)).argsort(-1)[..., :4]
+    start = jnp.asarray(np.tile(np.arange(EXPERTS, dtype=np.int32)[:, None] // 8, (1, LAYERS)))
+    problem = problem_of(ids, start, crossing=0.5, move=move)
+    result = search_clusters(problem, start, ids, jax.random.key(0), **SIZES)
+    old, new = (node_objective(problem, node, num_nodes=NODES, top_k=4) for node in (start, result))
+    assert (new <= old).all()
+    assert (np.bincount(np.asarray(result)[:, 0]) == 8).all()
+    if move:
+        np.testing.assert_array_equal(result, start)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "experts", "expected"), [(4, 32, True), (8, 32, False), (2, 20, False), (2, 24, True)]
+)
+def test_nodes_have_clusters_if_their_experts_divide_into_at_least_two(nodes, experts, expected):
+    assert (
+        has_clusters(Topology(num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0))
+        is expected
+    )
