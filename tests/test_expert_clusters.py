@@ -1,5 +1,7 @@
 """Clusters of experts that tokens choose together: how they are found, and that they are placed as a whole."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import Topology
 from relibra_jax.planning.expert_clusters import cluster_experts, has_clusters, search_clusters
+from relibra_jax.planning.node_placement import RelativePrices, place_on_nodes
 from relibra_jax.planning.node_search import NodeProblem, move_times, node_objective, search_nodes
-from relibra_jax.planning.token_bits import token_bits
+from relibra_jax.planning.token_bits import TokenBits, token_bits
 
 NODES, EXPERTS, LAYERS, TOKENS = 4, 32, 3, 1024
 TOPOLOGY = Topology(num_nodes=NODES, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0)
@@ -19,16 +22,19 @@ SIZES = {"num_nodes": NODES, "top_k": 4, "steps": 400}
 
 
 def quads(seed=0):
-    """Return routes whose tokens choose one of four sets of four experts, and each expert's set: EMPTY for none."""
+    """Return routes whose tokens choose one of four sets of four experts, and the sets of each layer ``[L 4 4]``."""
     rng = np.random.default_rng(seed)
     sets = np.stack([rng.permutation(EXPERTS)[:16].reshape(4, 4) for _ in range(LAYERS)])
     chosen = rng.integers(4, size=(TOKENS, LAYERS))
     return sets[np.arange(LAYERS), chosen], sets
 
 
+def placed(ids):
+    return PlacedRoutes(ids, np.zeros(TOKENS, int), np.arange(TOKENS) % NODES)
+
+
 def problem_of(ids, start, *, crossing, move):
-    routes = PlacedRoutes(ids, np.zeros(TOKENS, int), np.arange(TOKENS) % NODES)
-    tokens = token_bits(routes, TOPOLOGY, num_micro_batches=1)
+    tokens = token_bits(placed(ids), TOPOLOGY, num_micro_batches=1)
     count = np.stack([np.bincount(ids[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)], -1)
     share = jnp.asarray(count[:, None] * NODES / (TOKENS * 4), jnp.float32)
     offset = jnp.zeros((NODES, 1, LAYERS))
@@ -46,18 +52,20 @@ def starts_together(sets):
 
 def test_clusters_are_the_sets_that_tokens_choose():
     ids, sets = quads()
-    order = np.asarray(cluster_experts(ids, EXPERTS))
+    order = np.asarray(cluster_experts(token_bits(placed(ids), TOPOLOGY, num_micro_batches=1)))
     for layer in range(LAYERS):
         found = {frozenset(each) for each in order[:, layer].reshape(-1, 4).tolist()}
         assert {frozenset(each) for each in sets[layer].tolist()} <= found
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 999), experts=st.sampled_from([4, 8, 24]), top_k=st.sampled_from([1, 3]))
-def test_clusters_hold_every_expert_once(seed, experts, top_k):
-    ids = np.random.default_rng(seed).random((16, 2, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
-    order = np.asarray(cluster_experts(ids, experts))
-    np.testing.assert_array_equal(np.sort(order, axis=0), np.arange(experts)[:, None] * [1, 1])
+@given(seed=st.integers(0, 999), experts=st.sampled_from([4, 8, 24]), used=st.integers(0, 8))
+def test_clusters_hold_every_expert_once(seed, experts, used):
+    """Experts that no token uses have clusters, too."""
+    bits = np.random.default_rng(seed).integers(2**32, size=(experts, 2, 1, 4, 3), dtype=np.uint32)
+    bits[used:] = 0
+    order = np.asarray(cluster_experts(TokenBits(jnp.asarray(bits), jnp.full((2, 1), 1 / 128))))
+    np.testing.assert_array_equal(np.sort(order, axis=0), np.arange(experts)[:, None] * [1, 1, 1])
 
 
 def test_a_cluster_moves_where_no_single_expert_would():
@@ -66,7 +74,7 @@ def test_a_cluster_moves_where_no_single_expert_would():
     start = starts_together(sets)
     problem = problem_of(ids, start, crossing=4.0, move=0.001)
     alone = search_nodes(problem, start, jax.random.key(0), hottest=1e-6, **SIZES)
-    whole = search_clusters(problem, start, ids, jax.random.key(0), **SIZES)
+    whole = search_clusters(problem, start, jax.random.key(0), **SIZES)
     time = [
         np.asarray(node_objective(problem, node, num_nodes=NODES, top_k=4)) for node in (start, alone, whole)
     ]
@@ -83,7 +91,7 @@ def test_clusters_never_make_a_layer_worse(move):
     ids = np.random.default_rng(1).random((TOKENS, LAYERS, EXPERTS)).argsort(-1)[..., :4]
     start = jnp.asarray(np.tile(np.arange(EXPERTS, dtype=np.int32)[:, None] // 8, (1, LAYERS)))
     problem = problem_of(ids, start, crossing=0.5, move=move)
-    result = search_clusters(problem, start, ids, jax.random.key(0), **SIZES)
+    result = search_clusters(problem, start, jax.random.key(0), **SIZES)
     old, new = (node_objective(problem, node, num_nodes=NODES, top_k=4) for node in (start, result))
     assert (new <= old).all()
     assert (np.bincount(np.asarray(result)[:, 0]) == 8).all()
@@ -91,11 +99,43 @@ def test_clusters_never_make_a_layer_worse(move):
         np.testing.assert_array_equal(result, start)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "experts", "expected"), [(4, 32, True), (8, 32, False), (2, 20, False), (2, 24, True)]
-)
-def test_nodes_have_clusters_if_their_experts_divide_into_at_least_two(nodes, experts, expected):
-    assert (
-        has_clusters(Topology(num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0))
-        is expected
+@pytest.mark.parametrize(("refining", "residents"), [(False, 0), (False, 1), (True, 0)])
+def test_homes_of_sets_are_together_unless_the_start_is_refined(refining, residents):
+    """A search that refines its start has no steps for clusters, and leaves the sets where they are."""
+    ids, sets = quads()
+    start = starts_together(sets)
+    load = jnp.stack(
+        [jnp.asarray(np.bincount(ids[:, layer].ravel(), minlength=EXPERTS)) for layer in range(LAYERS)], 1
     )
+    load = jnp.broadcast_to(load[None, :, None].astype(jnp.float32) / NODES, (NODES, EXPERTS, 1, LAYERS))
+    home_node, resident = place_on_nodes(
+        load,
+        placed(ids),
+        start,
+        start,
+        dataclasses.replace(TOPOLOGY, resident_slots=residents),
+        key=jax.random.key(0),
+        steps=400,
+        refining=refining,
+        prices=RelativePrices(crossing=4.0, move=0.001, push=100.0),
+    )
+    assert not resident.any(), "pushes cost too much"
+    by_set = np.asarray(home_node)[sets, np.arange(LAYERS)[:, None, None]]
+    are_spread = (np.sort(by_set[..., 0]) == np.arange(4)).all() and (by_set == by_set[..., :1]).all()
+    assert are_spread is not refining
+
+
+@pytest.mark.parametrize(
+    ("nodes", "experts", "top_k", "hierarchical", "expected"),
+    [
+        (4, 32, 2, True, True),
+        (8, 32, 2, True, False),
+        (2, 20, 2, True, False),
+        (4, 32, 1, True, False),
+        (4, 32, 2, False, False),
+    ],
+)
+def test_nodes_have_clusters_where_tokens_cross_once(nodes, experts, top_k, hierarchical, expected):
+    """A node needs two whole clusters, a token several experts, and a crossing has to serve all of them."""
+    topology = Topology(num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0)
+    assert has_clusters(topology, top_k=top_k, hierarchical=hierarchical) is expected

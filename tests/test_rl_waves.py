@@ -9,6 +9,7 @@ import pytest
 from support.runs import SMALL
 
 from experiments.rl.configs import Train
+from experiments.rl.counts import join_counts
 from experiments.rl.generation import Watch
 from experiments.rl.policy import TINY
 from experiments.rl.waves import check_wave, generate_in_waves
@@ -16,6 +17,8 @@ from relibra_jax.contract.replay import sample_load
 from relibra_jax.contract.types import RoutingReplay, Topology
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.routes import TOKENS, Routes, token_places
 
 # The vocabulary is so small that samples end by chance.
 CONFIG = dataclasses.replace(
@@ -135,3 +138,16 @@ def test_waves_bound_the_memory_that_a_run_needs(monkeypatch):
     assert dataclasses.replace(
         config, prompts=1, updates=1, responses_per_prompt=8, micro_batches=1, wave_samples=16
     )
+
+
+def test_joined_counts_of_one_part_are_the_part():
+    """Sampled routes of a part are taken again, each in its place; of two parts, each gets its share."""
+    lengths, rng = np.array([30_000, 13_000]), np.random.default_rng(0)
+    sample, _ = token_places(lengths, TOKENS)
+    part = Batch(np.ones((2, 1, 4), np.int32), lengths, Routes(rng.integers(4, size=(TOKENS, 1, 1)), sample))
+    assert part.routes is not None
+    one, two = (join_counts([part] * count, 2 * count).routes for count in (1, 2))
+    assert one is not None
+    assert two is not None
+    jax.tree.map(np.testing.assert_array_equal, one, part.routes)
+    assert abs(np.bincount(two.sample) - TOKENS * np.tile(lengths, 2) / (2 * lengths.sum())).max() <= 1

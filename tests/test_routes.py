@@ -1,6 +1,7 @@
 """Sampled tokens: spread over the batch, in proportion to samples, and with their places under an assignment."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from support.plans import random_routing
 
 from relibra_jax.contract.types import EMPTY, Assignment, RoutingReplay, Topology
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.routes import Routes, place_routes, sample_routes
+from relibra_jax.planning.routes import MOST_TOKENS, Routes, place_routes, sample_routes, spread
 
 
 def numbered(lengths, tokens):
@@ -48,6 +49,16 @@ def test_sample_routes_stays_even_however_many_tokens_are_taken():
     count, total = 46_000, 50_000
     routes = sample_routes(numbered([total - 7, 7], total), count=count)
     check_intervals(np.ravel(routes.expert_ids), total, count)
+
+
+@pytest.mark.parametrize(
+    ("total", "count"), [(2**31 - 1, MOST_TOKENS), (2**31 - 1, 1), (46_339, MOST_TOKENS)]
+)
+def test_spread_numbers_fit_int32(total, count):
+    """Under jit numbers are int32, on the host int64."""
+    on_host = spread(np.asarray(total, np.int64), count)
+    np.testing.assert_array_equal(spread(jnp.int32(total), count), on_host)
+    check_intervals(on_host, total, count)
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 8])

@@ -63,8 +63,8 @@ def join_counts(parts: Sequence[Batch], samples: int) -> Batch:
     for part in np.unique(number):
         routes = parts[part].routes
         assert routes is not None
-        # The first of the part's sampled routes that is at or after this token of the part.
-        chosen = np.minimum(-(-token[number == part] * TOKENS // max(tokens[part], 1)), TOKENS - 1)
+        # The part's sampled route from the interval that this token of the part is in.
+        chosen = ((token[number == part] + 1) * TOKENS - 1) // max(tokens[part], 1)
         ids.append(routes.expert_ids[chosen])
         of_part = routes.sample[chosen]
         sample.append(np.where(of_part == EMPTY, EMPTY, of_part + first[part]).astype(np.int32))

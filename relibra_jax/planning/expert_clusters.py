@@ -3,65 +3,75 @@
 A token crosses to a node once for all of its experts there, so experts that are chosen together belong together. The
 search over nodes (`relibra_jax.planning.node_search`) swaps single experts. It cannot bring such a group to another
 node, because every expert but the last one adds crossings instead of saving them. So clusters are placed first, by the
-same search with clusters in the place of experts. As in multilevel graph partitioning (METIS), clusters come from a
-matching of the heaviest vertices with their most strongly connected neighbours, twice.
+same search with clusters in the place of experts.
+
+Source: multilevel partitioning of graphs (Karypis and Kumar, 1998) makes small graphs from large ones in the same way,
+by matching vertices with strongly connected neighbours.
 """
 
 from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
-from relibra_jax.contract.types import Array, Topology
+from relibra_jax.contract.types import Topology
 from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes
 from relibra_jax.planning.token_bits import TokenBits
 
 CLUSTER: Final = 4
 """The number of experts of a cluster."""
 LEAST_CLUSTERS: Final = 2
-"""The fewest clusters of a node for which clusters are placed first."""
+"""The fewest clusters of a node: of one alone, a node's load could not be changed without changing all of it."""
 
 
-def has_clusters(topology: Topology) -> bool:
-    """Return whether nodes have enough experts for a search by clusters.
+def has_clusters(topology: Topology, *, top_k: int, hierarchical: bool) -> bool:
+    """Return whether to place clusters first: tokens have several experts, and cross once for those on a node.
 
     Args:
-        topology: the expert-parallel group.
+        topology: the expert-parallel group, whose nodes need `LEAST_CLUSTERS` clusters at least.
+        top_k: K, the number of experts of a token.
+        hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
     """
     clusters, rest = divmod(topology.num_experts // topology.num_nodes, CLUSTER)
-    return not rest and clusters >= LEAST_CLUSTERS
+    return hierarchical and top_k > 1 and not rest and clusters >= LEAST_CLUSTERS
 
 
-def cluster_experts(expert_ids: Integer[Array, "Q L K"], num_experts: int) -> Int[jax.Array, "E L"]:
+def cluster_experts(tokens: TokenBits) -> Int[jax.Array, "E L"]:
     """Order experts so that every `CLUSTER` consecutive ones are a cluster.
 
     Experts, heaviest first, are paired with the expert with which tokens choose them most often together, relative to
-    the geometric mean of how often either is chosen; pairs are paired again.
+    the geometric mean of how often each is chosen, of equal ones with the first; pairs are paired again.
 
     Args:
-        expert_ids: the experts of sampled tokens.
-        num_experts: E, the number of experts, a multiple of `CLUSTER`.
+        tokens: the sampled tokens that use each of E experts, E a multiple of `CLUSTER`.
 
-    >>> cluster_experts(jnp.array([[[0, 2, 5, 7]], [[1, 3, 4, 6]], [[0, 2, 5, 7]]]), 8).T.tolist()
+    >>> uses = jnp.array([0b011, 0b100, 0b011, 0b100, 0b100, 0b011, 0b100, 0b011], jnp.uint32)
+    >>> cluster_experts(TokenBits(uses[:, None, None, None, None], jnp.ones((1, 1)))).T.tolist()
     [[0, 2, 5, 7, 1, 3, 4, 6]]
     """
 
-    def one_layer(ids: Int[jax.Array, "Q K"]) -> Int[jax.Array, " E"]:
-        together = jnp.zeros((num_experts, num_experts), jnp.float32).at[ids[:, :, None], ids[:, None]].add(1)
-        count, order = together.diagonal(), jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-        while order.shape[1] < CLUSTER:
-            pair = _pair(together, count)
-            together = together[pair].sum(1)[:, pair].sum(2)
-            count, order = count[pair].sum(1), order[pair].reshape(len(pair), -1)
-        return order.ravel()
+    def count_pairs(bits: UInt32[jax.Array, "E groups N words"]) -> Float[jax.Array, "E E"]:
+        both = jax.lax.population_count(bits[:, None] & bits[None]).sum(-1, dtype=jnp.uint32)
+        return (both.astype(jnp.float32) * tokens.weight[None, None]).sum((2, 3))
 
-    return jax.lax.map(one_layer, jnp.asarray(expert_ids, jnp.int32).swapaxes(0, 1)).T
+    together = jax.lax.map(count_pairs, jnp.moveaxis(tokens.bits, -1, 0))
+    return jax.vmap(_order_clusters, 0, 1)(together)
+
+
+def _order_clusters(together: Float[jax.Array, "E E"]) -> Int[jax.Array, " E"]:
+    """Order the experts of a layer by cluster, given the weight of the tokens that choose both of two experts."""
+    count, order = together.diagonal(), jnp.arange(len(together), dtype=jnp.int32)[:, None]
+    while order.shape[1] < CLUSTER:
+        pair = _pair(together, count)
+        together = together[pair].sum(1)[:, pair].sum(2)
+        count, order = count[pair].sum(1), order[pair].reshape(len(pair), -1)
+    return order.ravel()
 
 
 def _pair(together: Float[jax.Array, "I I"], count: Float[jax.Array, " I"]) -> Int[jax.Array, "I//2 2"]:
     """Match items, heaviest first, each with the free item with which it is chosen most often together."""
-    scale = jax.lax.rsqrt(jnp.maximum(count, 1))
+    scale = jax.lax.rsqrt(jnp.maximum(count, 1e-9))
     affinity = together * scale[None] * scale[:, None]
 
     def match(free, item):
@@ -79,7 +89,6 @@ def _pair(together: Float[jax.Array, "I I"], count: Float[jax.Array, " I"]) -> I
 def search_clusters(
     problem: NodeProblem,
     start: Int[jax.Array, "E L"],
-    expert_ids: Integer[Array, "Q L K"],
     key: PRNGKeyArray,
     *,
     num_nodes: int,
@@ -91,7 +100,6 @@ def search_clusters(
     Args:
         problem: the inputs of the search over nodes.
         start: the node of each expert to which the result is compared, with the same number of experts on each node.
-        expert_ids: the experts of sampled tokens, from which clusters are made.
         key: random key, consumed.
         num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
@@ -100,8 +108,7 @@ def search_clusters(
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
     """
-    clusters = len(start) // CLUSTER
-    order = cluster_experts(expert_ids, len(start))
+    clusters, order = len(start) // CLUSTER, cluster_experts(problem.tokens)
 
     def members(array: jax.Array) -> jax.Array:
         index = order.reshape(len(order), *[1] * (array.ndim - 2), order.shape[1])
@@ -120,8 +127,8 @@ def search_clusters(
         judge=None if problem.judge is None else any_of(problem.judge),
     )
     in_turn = jnp.arange(clusters, dtype=jnp.int32)[:, None] % num_nodes
-    spread = jnp.broadcast_to(in_turn, (clusters, start.shape[1]))
-    node = search_nodes(together, spread, key, num_nodes=num_nodes, top_k=top_k, steps=steps)
+    first_node = jnp.broadcast_to(in_turn, (clusters, start.shape[1]))
+    node = search_nodes(together, first_node, key, num_nodes=num_nodes, top_k=top_k, steps=steps)
     layer = jnp.arange(start.shape[1])[None]
     result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, CLUSTER, axis=0))
     return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)

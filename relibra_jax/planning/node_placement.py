@@ -3,7 +3,7 @@
 Homes and residents depend on each other: an expert that is resident on every node may have its home anywhere, and a
 node needs no resident copy of an expert whose home it has. So the two alternate: choose residents for the current
 homes, then homes for the crossings that remain, and so on. Residents come first, so that homes move only for crossings
-that residents do not save.
+that residents do not save. A search that does not start from suitable homes places clusters of experts first.
 """
 
 import functools
@@ -108,8 +108,9 @@ def place_on_nodes(
         start: the node of each expert from which the search starts.
         topology: the expert-parallel group.
         key: random key, consumed.
-        steps: the number of annealing steps of all searches together.
-        refining: whether the start suits the batch, so that the search stays near it.
+        steps: the number of annealing steps of all searches for single experts together.
+        refining: whether the start suits the batch, so that the search stays near it. Otherwise clusters of experts are
+            placed first (`relibra_jax.planning.expert_clusters`), with half the steps of one search.
         prices: the prices of transfers, as `relative_prices` returns them.
         hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
 
@@ -119,8 +120,9 @@ def place_on_nodes(
     nodes, top_k = topology.num_nodes, routes.expert_ids.shape[-1]
     bits, judge = token_bits(routes, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
-    searches, clustered = ALTERNATIONS if topology.resident_slots else 1, has_clusters(topology)
-    hottest = jnp.where(clustered | jnp.asarray(refining), jnp.float32(REFINING), jnp.float32(HOTTEST))
+    searches = ALTERNATIONS if topology.resident_slots else 1
+    clustered = has_clusters(topology, top_k=top_k, hierarchical=hierarchical)
+    first, refining = jnp.float32(REFINING if clustered else HOTTEST), jnp.asarray(refining)
     crossing = prices.crossing
     if not hierarchical:
         # A visiting token brings as many copies as it has experts on the node, averaged over random experts.
@@ -150,14 +152,14 @@ def place_on_nodes(
             by_clusters = functools.partial(
                 search_clusters,
                 problem,
-                expert_ids=routes.expert_ids,
                 key=jax.random.fold_in(key, 0),
                 num_nodes=nodes,
                 top_k=top_k,
                 steps=max(1, steps_each // 2),
             )
-            begins = (number == 1) & ~jnp.asarray(refining)
+            begins = (number == 1) & ~refining
             home_node = jax.lax.cond(begins, by_clusters, lambda home_node: home_node, home_node)
+        hottest = jnp.where(number == 1, first, jnp.float32(HOTTEST_LATER))
         return search_nodes(
             problem,
             home_node,
@@ -165,7 +167,7 @@ def place_on_nodes(
             num_nodes=nodes,
             top_k=top_k,
             steps=steps_each,
-            hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, HOTTEST_LATER)),
+            hottest=jnp.where(refining, jnp.float32(REFINING), hottest),
         )
 
     if searches == 1:

@@ -2,7 +2,7 @@
 
 The time of a batch, for one layer, up to constants and in units of its balanced compute, is
 
-    sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  sum_e moves[e],
+    sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  sum_e moves[e, node of e],
 
 where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` and ``received`` count distinct tokens
 that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). Every micro-batch waits for its
@@ -43,7 +43,8 @@ class NodeProblem(NamedTuple):
     crossing: Float[jax.Array, ""]
     """The time in which all tokens of a node cross, relative to that of its balanced compute."""
     moves: Float[jax.Array, "E N L"]
-    """The time of moving each expert to each node, relative to a layer's balanced compute in the batch."""
+    """The time of moving each expert to each node, relative to a layer's balanced compute in the batch; 0 for its node
+    before the batch."""
     judge: TokenBits | None = None
     """Other tokens, by which the result is compared with the start, because part of the gain on the tokens of the
     search is overfitting. None compares by the same tokens."""
@@ -263,8 +264,7 @@ def _items(state: _State, first, count: int):
 
 def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
     nodes = len(state.load)
-    by_node = state.moves.reshape(nodes, -1, *state.moves.shape[1:])  # [N size N L]
-    moves = jnp.einsum("nsnl->l", by_node)
+    moves = jnp.trace(state.moves.reshape(nodes, -1, *state.moves.shape[1:]).sum(1))
     first_node = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
     return _time(problem, state, 0, 0, *first_node)[0] + moves
 

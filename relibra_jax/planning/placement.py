@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, PRNGKeyArray
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Topology
@@ -35,6 +35,7 @@ from relibra_jax.planning.portfolio import keep_slots
 from relibra_jax.planning.residents import residents_on_ranks
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
+
 
 @runtime_checkable
 class BinSearch(Protocol):
@@ -59,9 +60,11 @@ def place_experts(
     """Choose the home of every expert and the residents for a batch so that the batch takes the least time.
 
     With ``request.routes`` the search minimises modelled time: the largest node load and the busiest exchange of every
-    micro-batch, and the time of moving experts and pushing residents (`relibra_jax.planning.node_placement`). If there
-    are replica slots, the ranks of a node are then left to replicas. Without routes, or on one node, where nothing
-    crosses, the search minimises imbalance over nodes and inside them, with prices for moves and for copies that cross.
+    micro-batch, and the time of moving experts and pushing residents (`relibra_jax.planning.node_placement`). Experts
+    that tokens choose together are placed together first (`relibra_jax.planning.expert_clusters`), unless the search
+    starts from homes of an earlier round. If there are replica slots, the ranks of a node are then left to replicas.
+    Without routes, or on one node, where nothing crosses, the search minimises imbalance over nodes and inside them,
+    with prices for moves and for copies that cross.
     In every layer the result is at least as good as the start, so experts move only if the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the module docstring states the objective.
@@ -76,9 +79,9 @@ def place_experts(
         topology: the expert-parallel group. Of ``replica_slots``, only whether there are any matters.
         key: random key, consumed; the same key gives the same placement.
         steps: the number of annealing steps between nodes; inside nodes it is a quarter. 40,000 is thorough. A search
-            for time takes a tenth of these steps, because each of them prices sets of tokens. None takes ten steps per
-            pair of experts, at most 10,000, and a quarter of that if the request has a start. An explicit number
-            applies to each round.
+            for time takes a tenth of these steps, because each of them prices sets of tokens, and up to half as many
+            for clusters. None takes ten steps per pair of experts, at most 10,000, and a quarter of that if the request
+            has a start. An explicit number applies to each round.
         search: the search that puts experts into nodes and ranks. With routes, it does not solve the level of nodes.
 
     Returns:
@@ -133,7 +136,7 @@ class _View(NamedTuple):
     """Flat home slot of each expert before the batch."""
     home: Int[jax.Array, "L E"]
     """The homes at which the search starts."""
-    refining: Int[jax.Array, ""] | jax.Array
+    refining: Bool[jax.Array, ""]
     """Whether the search starts from homes that were found for the same batch."""
     prices: RelativePrices
 

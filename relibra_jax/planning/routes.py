@@ -76,14 +76,14 @@ def token_places(
 
 
 def spread(total: Integer[Array, "*shape"], count: int) -> Integer[Array, "*shape Q"]:
-    """Number Q of a row of items: one of each of Q intervals of equal length, at a place that varies between intervals.
+    """Return the numbers of Q items of a row: one from each of Q equal intervals, at a place that varies.
 
-    Items at even distances would miss a part of routing that repeats, as that of the workloads W0 to W7 does. Places
-    are those of the golden ratio's multiples, modulo 1.
+    Items at even distances would miss a part of routing whose period divides the distance. Places are those of the
+    golden ratio's multiples, modulo 1.
 
     Args:
-        total: the number of items. If it is below Q, some items are numbered several times.
-        count: Q.
+        total: the number of items. If it is below Q, some items are taken several times.
+        count: Q, at most `MOST_TOKENS`.
 
     >>> spread(np.array([1000, 3]), 5).tolist()
     [[0, 323, 447, 770, 894], [0, 0, 1, 1, 2]]
