@@ -3,7 +3,7 @@
 Homes and residents depend on each other: an expert that is resident on every node may have its home anywhere, and a
 node needs no resident copy of an expert whose home it has. So the two alternate: choose residents for the current
 homes, then homes for the crossings that remain, and so on. Residents come first, so that homes move only for crossings
-that residents do not save. A search that does not start from suitable homes places clusters of experts first.
+that residents do not save. A search that does not start from suitable homes places quads of experts first.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import Price, Topology
 from relibra_jax.planning.annealing import REFINING
-from relibra_jax.planning.expert_clusters import has_clusters, search_clusters
+from relibra_jax.planning.expert_quads import has_quads, search_quads
 from relibra_jax.planning.node_search import HOTTEST, NodeProblem, move_times, search_nodes
 from relibra_jax.planning.residents import choose_residents
 from relibra_jax.planning.token_bits import TokenBits, token_bits
@@ -109,8 +109,8 @@ def place_on_nodes(
         topology: the expert-parallel group.
         key: random key, consumed.
         steps: the number of annealing steps of all searches for single experts together.
-        refining: whether the start suits the batch, so that the search stays near it. Otherwise clusters of experts are
-            placed first (`relibra_jax.planning.expert_clusters`), with half the steps of one search.
+        refining: whether the start suits the batch, so that the search stays near it. Otherwise quads of experts are
+            placed first (`relibra_jax.planning.expert_quads`), with half the steps of one search.
         prices: the prices of transfers, as `relative_prices` returns them.
         hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
 
@@ -121,8 +121,8 @@ def place_on_nodes(
     bits, judge = token_bits(routes, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     searches = ALTERNATIONS if topology.resident_slots else 1
-    clustered = has_clusters(topology, top_k=top_k, hierarchical=hierarchical)
-    first, refining = jnp.float32(REFINING if clustered else HOTTEST), jnp.asarray(refining)
+    in_quads = has_quads(topology, top_k=top_k, hierarchical=hierarchical)
+    first, refining = jnp.float32(REFINING if in_quads else HOTTEST), jnp.asarray(refining)
     crossing = prices.crossing
     if not hierarchical:
         # A visiting token brings as many copies as it has experts on the node, averaged over random experts.
@@ -148,9 +148,9 @@ def place_on_nodes(
             to_home(judge),
         )
         steps_each = max(1, steps // searches)
-        if clustered:
-            by_clusters = functools.partial(
-                search_clusters,
+        if in_quads:
+            by_quads = functools.partial(
+                search_quads,
                 problem,
                 key=jax.random.fold_in(key, 0),
                 num_nodes=nodes,
@@ -158,7 +158,7 @@ def place_on_nodes(
                 steps=max(1, steps_each // 2),
             )
             begins = (number == 1) & ~refining
-            home_node = jax.lax.cond(begins, by_clusters, lambda home_node: home_node, home_node)
+            home_node = jax.lax.cond(begins, by_quads, lambda home_node: home_node, home_node)
         hottest = jnp.where(number == 1, first, jnp.float32(HOTTEST_LATER))
         return search_nodes(
             problem,

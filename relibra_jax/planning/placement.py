@@ -61,7 +61,7 @@ def place_experts(
 
     With ``request.routes`` the search minimises modelled time: the largest node load and the busiest exchange of every
     micro-batch, and the time of moving experts and pushing residents (`relibra_jax.planning.node_placement`). Experts
-    that tokens choose together are placed together first (`relibra_jax.planning.expert_clusters`), unless the search
+    that tokens choose together are placed together first (`relibra_jax.planning.expert_quads`), unless the search
     starts from homes of an earlier round. If there are replica slots, the ranks of a node are then left to replicas.
     Without routes, or on one node, where nothing crosses, the search minimises imbalance over nodes and inside them,
     with prices for moves and for copies that cross.
@@ -80,7 +80,7 @@ def place_experts(
         key: random key, consumed; the same key gives the same placement.
         steps: the number of annealing steps between nodes; inside nodes it is a quarter. 40,000 is thorough. A search
             for time takes a tenth of these steps, because each of them prices sets of tokens, and up to half as many
-            for clusters. None takes ten steps per pair of experts, at most 10,000, and a quarter of that if the request
+            for quads. None takes ten steps per pair of experts, at most 10,000, and a quarter of that if the request
             has a start. An explicit number applies to each round.
         search: the search that puts experts into nodes and ranks. With routes, it does not solve the level of nodes.
 

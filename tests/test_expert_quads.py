@@ -1,4 +1,4 @@
-"""Clusters of experts that tokens choose together: how they are found, and that they are placed as a whole."""
+"""Quads of experts that tokens choose together: how they are found, and that they are placed as a whole."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.contract.planner import PlacedRoutes
 from relibra_jax.contract.types import Topology
-from relibra_jax.planning.expert_clusters import cluster_experts, has_clusters, search_clusters
+from relibra_jax.planning.expert_quads import has_quads, order_by_quad, search_quads
 from relibra_jax.planning.node_placement import RelativePrices, place_on_nodes
 from relibra_jax.planning.node_search import NodeProblem, move_times, node_objective, search_nodes
 from relibra_jax.planning.token_bits import TokenBits, token_bits
@@ -50,9 +50,9 @@ def starts_together(sets):
     return jnp.asarray(start)
 
 
-def test_clusters_are_the_sets_that_tokens_choose():
+def test_quads_are_the_sets_that_tokens_choose():
     ids, sets = quads()
-    order = np.asarray(cluster_experts(token_bits(placed(ids), TOPOLOGY, num_micro_batches=1)))
+    order = np.asarray(order_by_quad(token_bits(placed(ids), TOPOLOGY, num_micro_batches=1)))
     for layer in range(LAYERS):
         found = {frozenset(each) for each in order[:, layer].reshape(-1, 4).tolist()}
         assert {frozenset(each) for each in sets[layer].tolist()} <= found
@@ -60,21 +60,21 @@ def test_clusters_are_the_sets_that_tokens_choose():
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 999), experts=st.sampled_from([4, 8, 24]), used=st.integers(0, 8))
-def test_clusters_hold_every_expert_once(seed, experts, used):
-    """Experts that no token uses have clusters, too."""
+def test_quads_hold_every_expert_once(seed, experts, used):
+    """Experts that no token uses have quads, too."""
     bits = np.random.default_rng(seed).integers(2**32, size=(experts, 2, 1, 4, 3), dtype=np.uint32)
     bits[used:] = 0
-    order = np.asarray(cluster_experts(TokenBits(jnp.asarray(bits), jnp.full((2, 1), 1 / 128))))
+    order = np.asarray(order_by_quad(TokenBits(jnp.asarray(bits), jnp.full((2, 1), 1 / 128))))
     np.testing.assert_array_equal(np.sort(order, axis=0), np.arange(experts)[:, None] * [1, 1, 1])
 
 
-def test_a_cluster_moves_where_no_single_expert_would():
+def test_a_quad_moves_where_no_single_expert_would():
     """With all four sets on two nodes, two of them belong on the other nodes; a single expert's move adds crossings."""
     ids, sets = quads()
     start = starts_together(sets)
     problem = problem_of(ids, start, crossing=4.0, move=0.001)
     alone = search_nodes(problem, start, jax.random.key(0), hottest=1e-6, **SIZES)
-    whole = search_clusters(problem, start, jax.random.key(0), **SIZES)
+    whole = search_quads(problem, start, jax.random.key(0), **SIZES)
     time = [
         np.asarray(node_objective(problem, node, num_nodes=NODES, top_k=4)) for node in (start, alone, whole)
     ]
@@ -86,12 +86,12 @@ def test_a_cluster_moves_where_no_single_expert_would():
 
 
 @pytest.mark.parametrize("move", [0.0, 50.0])
-def test_clusters_never_make_a_layer_worse(move):
-    """Random routing has no clusters, and moves may cost more than they save."""
+def test_quads_never_make_a_layer_worse(move):
+    """Random routing has no quads, and moves may cost more than they save."""
     ids = np.random.default_rng(1).random((TOKENS, LAYERS, EXPERTS)).argsort(-1)[..., :4]
     start = jnp.asarray(np.tile(np.arange(EXPERTS, dtype=np.int32)[:, None] // 8, (1, LAYERS)))
     problem = problem_of(ids, start, crossing=0.5, move=move)
-    result = search_clusters(problem, start, jax.random.key(0), **SIZES)
+    result = search_quads(problem, start, jax.random.key(0), **SIZES)
     old, new = (node_objective(problem, node, num_nodes=NODES, top_k=4) for node in (start, result))
     assert (new <= old).all()
     assert (np.bincount(np.asarray(result)[:, 0]) == 8).all()
@@ -101,7 +101,7 @@ def test_clusters_never_make_a_layer_worse(move):
 
 @pytest.mark.parametrize(("refining", "residents"), [(False, 0), (False, 1), (True, 0)])
 def test_homes_of_sets_are_together_unless_the_start_is_refined(refining, residents):
-    """A search that refines its start has no steps for clusters, and leaves the sets where they are."""
+    """A search that refines its start has no steps for quads, and leaves the sets where they are."""
     ids, sets = quads()
     start = starts_together(sets)
     load = jnp.stack(
@@ -135,7 +135,7 @@ def test_homes_of_sets_are_together_unless_the_start_is_refined(refining, reside
         (4, 32, 2, False, False),
     ],
 )
-def test_nodes_have_clusters_where_tokens_cross_once(nodes, experts, top_k, hierarchical, expected):
-    """A node needs two whole clusters, a token several experts, and a crossing has to serve all of them."""
+def test_nodes_have_quads_where_tokens_cross_once(nodes, experts, top_k, hierarchical, expected):
+    """A node needs two whole quads, a token several experts, and a crossing has to serve all of them."""
     topology = Topology(num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0)
-    assert has_clusters(topology, top_k=top_k, hierarchical=hierarchical) is expected
+    assert has_quads(topology, top_k=top_k, hierarchical=hierarchical) is expected

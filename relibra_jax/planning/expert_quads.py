@@ -1,9 +1,9 @@
-"""Clusters of experts that tokens choose together, and a search that places whole clusters on nodes.
+"""Quads, sets of four experts that tokens choose together, and a search that places whole quads on nodes.
 
 A token crosses to a node once for all of its experts there, so experts that are chosen together belong together. The
 search over nodes (`relibra_jax.planning.node_search`) swaps single experts. It cannot bring such a group to another
-node, because every expert but the last one adds crossings instead of saving them. So clusters are placed first, by the
-same search with clusters in the place of experts.
+node, because every expert but the last one adds crossings instead of saving them. So quads are placed first, by the
+same search with quads in the place of experts.
 
 Source: multilevel partitioning of graphs (Karypis and Kumar, 1998) makes small graphs from large ones in the same way,
 by matching vertices with strongly connected neighbours.
@@ -19,35 +19,35 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes
 from relibra_jax.planning.token_bits import TokenBits
 
-CLUSTER: Final = 4
-"""The number of experts of a cluster."""
-LEAST_CLUSTERS: Final = 2
-"""The fewest clusters of a node: of one alone, a node's load could not be changed without changing all of it."""
+QUAD: Final = 4
+"""The number of experts of a quad."""
+LEAST_QUADS: Final = 2
+"""The fewest quads of a node: of one alone, a node's load could not be changed without changing all of it."""
 
 
-def has_clusters(topology: Topology, *, top_k: int, hierarchical: bool) -> bool:
-    """Return whether to place clusters first: tokens have several experts, and cross once for those on a node.
+def has_quads(topology: Topology, *, top_k: int, hierarchical: bool) -> bool:
+    """Return whether to place quads first: tokens have several experts, and cross once for those on a node.
 
     Args:
-        topology: the expert-parallel group, whose nodes need `LEAST_CLUSTERS` clusters at least.
+        topology: the expert-parallel group, whose nodes need `LEAST_QUADS` quads at least.
         top_k: K, the number of experts of a token.
         hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
     """
-    clusters, rest = divmod(topology.num_experts // topology.num_nodes, CLUSTER)
-    return hierarchical and top_k > 1 and not rest and clusters >= LEAST_CLUSTERS
+    quads, rest = divmod(topology.num_experts // topology.num_nodes, QUAD)
+    return hierarchical and top_k > 1 and not rest and quads >= LEAST_QUADS
 
 
-def cluster_experts(tokens: TokenBits) -> Int[jax.Array, "E L"]:
-    """Order experts so that every `CLUSTER` consecutive ones are a cluster.
+def order_by_quad(tokens: TokenBits) -> Int[jax.Array, "E L"]:
+    """Order experts so that every `QUAD` consecutive ones are a quad.
 
     Experts, heaviest first, are paired with the expert with which tokens choose them most often together, relative to
     the geometric mean of how often each is chosen, of equal ones with the first; pairs are paired again.
 
     Args:
-        tokens: the sampled tokens that use each of E experts, E a multiple of `CLUSTER`.
+        tokens: the sampled tokens that use each of E experts, E a multiple of `QUAD`.
 
     >>> uses = jnp.array([0b011, 0b100, 0b011, 0b100, 0b100, 0b011, 0b100, 0b011], jnp.uint32)
-    >>> cluster_experts(TokenBits(uses[:, None, None, None, None], jnp.ones((1, 1)))).T.tolist()
+    >>> order_by_quad(TokenBits(uses[:, None, None, None, None], jnp.ones((1, 1)))).T.tolist()
     [[0, 2, 5, 7, 1, 3, 4, 6]]
     """
 
@@ -56,13 +56,13 @@ def cluster_experts(tokens: TokenBits) -> Int[jax.Array, "E L"]:
         return (both.astype(jnp.float32) * tokens.weight[None, None]).sum((2, 3))
 
     together = jax.lax.map(count_pairs, jnp.moveaxis(tokens.bits, -1, 0))
-    return jax.vmap(_order_clusters, 0, 1)(together)
+    return jax.vmap(_order_layer, 0, 1)(together)
 
 
-def _order_clusters(together: Float[jax.Array, "E E"]) -> Int[jax.Array, " E"]:
-    """Order the experts of a layer by cluster, given the weight of the tokens that choose both of two experts."""
+def _order_layer(together: Float[jax.Array, "E E"]) -> Int[jax.Array, " E"]:
+    """Order the experts of a layer by quad, given the weight of the tokens that choose both of two experts."""
     count, order = together.diagonal(), jnp.arange(len(together), dtype=jnp.int32)[:, None]
-    while order.shape[1] < CLUSTER:
+    while order.shape[1] < QUAD:
         pair = _pair(together, count)
         together = together[pair].sum(1)[:, pair].sum(2)
         count, order = count[pair].sum(1), order[pair].reshape(len(pair), -1)
@@ -86,7 +86,7 @@ def _pair(together: Float[jax.Array, "I I"], count: Float[jax.Array, " I"]) -> I
     return jnp.stack([order[first], partner[first]], -1)
 
 
-def search_clusters(
+def search_quads(
     problem: NodeProblem,
     start: Int[jax.Array, "E L"],
     key: PRNGKeyArray,
@@ -95,7 +95,7 @@ def search_clusters(
     top_k: int,
     steps: int,
 ) -> Int[jax.Array, "E L"]:
-    """Search for the nodes of whole clusters that minimise modelled time; at least as good as the start.
+    """Search for the nodes of whole quads that minimise modelled time; at least as good as the start.
 
     Args:
         problem: the inputs of the search over nodes.
@@ -108,15 +108,15 @@ def search_clusters(
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
     """
-    clusters, order = len(start) // CLUSTER, cluster_experts(problem.tokens)
+    quads, order = len(start) // QUAD, order_by_quad(problem.tokens)
 
     def members(array: jax.Array) -> jax.Array:
         index = order.reshape(len(order), *[1] * (array.ndim - 2), order.shape[1])
         array = jnp.take_along_axis(array, index, axis=0)
-        return array.reshape(clusters, CLUSTER, *array.shape[1:])
+        return array.reshape(quads, QUAD, *array.shape[1:])
 
     def any_of(tokens: TokenBits) -> TokenBits:
-        # A token visits the node of a cluster if it uses any of its experts.
+        # A token visits the node of a quad if it uses any of its experts.
         bits = jax.lax.reduce(members(tokens.bits), jnp.uint32(0), jax.lax.bitwise_or, (1,))
         return tokens._replace(bits=bits)
 
@@ -126,9 +126,9 @@ def search_clusters(
         tokens=any_of(problem.tokens),
         judge=None if problem.judge is None else any_of(problem.judge),
     )
-    in_turn = jnp.arange(clusters, dtype=jnp.int32)[:, None] % num_nodes
-    first_node = jnp.broadcast_to(in_turn, (clusters, start.shape[1]))
+    in_turn = jnp.arange(quads, dtype=jnp.int32)[:, None] % num_nodes
+    first_node = jnp.broadcast_to(in_turn, (quads, start.shape[1]))
     node = search_nodes(together, first_node, key, num_nodes=num_nodes, top_k=top_k, steps=steps)
     layer = jnp.arange(start.shape[1])[None]
-    result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, CLUSTER, axis=0))
+    result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, QUAD, axis=0))
     return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)
