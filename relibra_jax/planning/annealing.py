@@ -52,17 +52,20 @@ def anneal[State, Draw, Changes](
 
 
 def scaled_noise(
-    bits: UInt32[jax.Array, "steps choices *problems"], temperature: Float[jax.Array, " steps"]
+    bits: UInt32[jax.Array, "steps choices *#problems"], temperature: Float[jax.Array, "steps *#problems"]
 ) -> Float[jax.Array, "steps choices *problems"]:
     """Convert random bits to Gumbel noise times the temperature of each step, for `anneal`."""
-    return gumbel(bits) * temperature.reshape(-1, *[1] * (bits.ndim - 1))
+    between = [1] * (bits.ndim - temperature.ndim)
+    return gumbel(bits) * temperature.reshape(len(temperature), *between, *temperature.shape[1:])
 
 
-def cooling(hottest: Float[jax.Array, ""] | float, coldest: float, steps: int) -> Float[jax.Array, " steps"]:
+def cooling(
+    hottest: Float[jax.Array, "*problems"] | float, coldest: float, steps: int
+) -> Float[jax.Array, "steps *problems"]:
     """Return the temperature of every annealing step: geometric, and 0 in the last tenth of the steps.
 
     Args:
-        hottest: the temperature of the first step.
+        hottest: the temperature of the first step, of all problems or of each.
         coldest: the temperature at the end of the geometric sequence.
         steps: the number of steps.
 
@@ -72,8 +75,13 @@ def cooling(hottest: Float[jax.Array, ""] | float, coldest: float, steps: int) -
     >>> [round(value, 3) for value in cooling(1.0, 0.1, 11).tolist()]
     [1.0, 0.794, 0.631, 0.501, 0.398, 0.316, 0.251, 0.2, 0.158, 0.126, 0.0]
     """
-    temperature = jnp.geomspace(jnp.float32(hottest), jnp.float32(coldest), steps, dtype=jnp.float32)
-    return jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
+
+    def of_one(hottest: Float[jax.Array, ""]) -> Float[jax.Array, " steps"]:
+        temperature = jnp.geomspace(hottest, jnp.float32(coldest), steps, dtype=jnp.float32)
+        return jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
+
+    each = jnp.asarray(hottest, jnp.float32)
+    return jax.vmap(of_one, 0, 1)(each.ravel()).reshape(steps, *each.shape)
 
 
 def draw_bits(key: PRNGKeyArray, *shapes: tuple[int, ...]) -> list[UInt32[jax.Array, "..."]]:

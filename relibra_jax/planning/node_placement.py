@@ -122,7 +122,6 @@ def place_on_nodes(
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     searches = ALTERNATIONS if topology.resident_slots else 1
     in_quads = has_quads(topology, top_k=top_k, hierarchical=hierarchical)
-    first, refining = jnp.float32(REFINING if in_quads else HOTTEST), jnp.asarray(refining)
     crossing = prices.crossing
     if not hierarchical:
         # A visiting token brings as many copies as it has experts on the node, averaged over random experts.
@@ -148,6 +147,7 @@ def place_on_nodes(
             to_home(judge),
         )
         steps_each = max(1, steps // searches)
+        suits = jnp.broadcast_to(jnp.asarray(refining), start.shape[1:])
         if in_quads:
             by_quads = functools.partial(
                 search_quads,
@@ -157,9 +157,10 @@ def place_on_nodes(
                 top_k=top_k,
                 steps=max(1, steps_each // 2),
             )
-            begins = (number == 1) & ~refining
-            home_node = jax.lax.cond(begins, by_quads, lambda home_node: home_node, home_node)
-        hottest = jnp.where(number == 1, first, jnp.float32(HOTTEST_LATER))
+            begins = (number == 1) & ~jnp.asarray(refining)
+            placed = jax.lax.cond(begins, by_quads, lambda home_node: home_node, home_node)
+            suits, home_node = suits | (placed != home_node).any(0), placed
+        hottest = jnp.where(number == 1, jnp.float32(HOTTEST), jnp.float32(HOTTEST_LATER))
         return search_nodes(
             problem,
             home_node,
@@ -167,7 +168,7 @@ def place_on_nodes(
             num_nodes=nodes,
             top_k=top_k,
             steps=steps_each,
-            hottest=jnp.where(refining, jnp.float32(REFINING), hottest),
+            hottest=jnp.where(suits, jnp.float32(REFINING), hottest),
         )
 
     if searches == 1:

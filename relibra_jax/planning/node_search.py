@@ -88,7 +88,7 @@ def search_nodes(
     num_nodes: int,
     top_k: int,
     steps: int,
-    hottest: Float[jax.Array, ""] | float = HOTTEST,
+    hottest: Float[jax.Array, "*L"] | float = HOTTEST,
 ) -> Int[jax.Array, "E L"]:
     """Search for the assignment of experts to nodes that minimises modelled time; at least as good as the start.
 
@@ -102,7 +102,7 @@ def search_nodes(
         num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
         steps: the number of annealing steps. The last tenth accepts only improvements.
-        hottest: the temperature of the first step.
+        hottest: the temperature of the first step, of all layers or of each.
 
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
