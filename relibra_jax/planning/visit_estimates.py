@@ -23,6 +23,12 @@ NODE_WEIGHT: Final = 16
 """The number of sampled tokens at which the mean of a rank counts as much as that of its node."""
 MOST_TOKENS: Final = 8192
 """The most sampled tokens that are followed."""
+MOST_EXPERTS: Final = 16
+"""The most experts of a token without routes; tokens of more experts count as tokens of as many."""
+MOST_CERTAIN: Final = 0.999
+"""The probability to which that of choosing an expert is bounded, so that its odds are finite."""
+CORRECTIONS: Final = 2
+"""The number of times that odds are corrected so that experts are chosen as often as the loads say."""
 
 
 def estimate_visits(
@@ -40,7 +46,8 @@ def estimate_visits(
         plan: the plan.
         load: its load.
         tokens: the number of tokens on each rank.
-        routes: the routes of sampled tokens. Without them, the experts of a token are taken to be independent.
+        routes: the routes of sampled tokens. Without them, a token chooses as many experts as the mean, and any set of
+            them with a probability in proportion to the product of their odds.
         topology: the expert-parallel group.
         even: whether the ranks of a node dispatch like mixtures of its tokens (`Price.even_ranks`).
 
@@ -51,8 +58,7 @@ def estimate_visits(
     tokens = jnp.asarray(tokens, jnp.float32)
     supply, served = _served(plan, load)
     if routes is None:
-        top_k = supply[:, :1].sum() / jnp.maximum(tokens.sum(), 1)
-        share = _share_of_loads(supply, served, top_k, topology)
+        share = _share_of_loads(supply, served, tokens.sum(-1), topology)
     else:
         share = _share_of_routes(routes, supply, served, topology, even=even)
     if even:
@@ -84,16 +90,50 @@ def _served(
 def _share_of_loads(
     supply: Float[jax.Array, "M L N E"],
     served: Float[jax.Array, "M L N E"],
-    top_k: Float[jax.Array, ""],
+    tokens: Float[jax.Array, "M N"],
     topology: Topology,
 ) -> Float[jax.Array, "M L P N"]:
-    own = jnp.minimum(supply, served)
-    left, free = supply - own, served - own
-    to_node = free / jnp.maximum(free.sum(2, keepdims=True), 1e-9)
-    copies = jnp.einsum("mlne,mlte->mlnt", left, to_node, precision=jax.lax.Precision.HIGHEST)
-    of_copies = copies / jnp.maximum(supply.sum(3, keepdims=True), 1e-9)
-    share = 1 - (1 - jnp.clip(of_copies, 0, 1)) ** top_k
+    """Estimate the share of tokens that visit each node: one minus that of the tokens of which no copy goes there.
+
+    The experts of a token are a conditional Poisson sample (Hajek, 1964): independent choices, given their number. That
+    they are distinct makes tokens visit more nodes than copies that are independent would.
+    """
+    top_k = jnp.round(supply[:, :1].sum() / jnp.maximum(tokens.sum(), 1)).astype(jnp.int32)
+    top_k = jnp.clip(top_k, 1, MOST_EXPERTS)
+
+    def one_micro_batch(inputs: tuple[jax.Array, ...]) -> Float[jax.Array, "L N N"]:
+        supply, served, tokens = inputs
+        own = jnp.minimum(supply, served)
+        left, free = supply - own, served - own
+        to_node = free / jnp.maximum(free.sum(1, keepdims=True), 1e-9)
+        chance = jnp.clip(supply / jnp.maximum(tokens, 1e-9)[None, :, None], 0, MOST_CERTAIN)[:, :, None]
+        # The probability that a copy of an expert does not go to a node.
+        stays = 1 - (left / jnp.maximum(supply, 1e-9))[:, :, None] * to_node[:, None]
+        all_stay, odds = jnp.ones_like(chance), chance / (1 - chance)
+        for _ in range(CORRECTIONS):
+            # The derivative by how much an expert counts is the probability that a token chooses it.
+            chosen = jax.grad(lambda counts, odds: _log_chance(odds, counts, top_k).sum())(all_stay, odds)
+            odds = odds * chance / jnp.maximum(chosen, 1e-9)
+        return 1 - jnp.exp(_log_chance(odds, stays, top_k) - _log_chance(odds, all_stay, top_k))
+
+    share = jnp.clip(jax.lax.map(one_micro_batch, (supply, served, tokens)), 0, 1)
     return jnp.repeat(share, topology.ranks_per_node, axis=2)
+
+
+def _log_chance(
+    odds: Float[jax.Array, "L N 1 E"], stays: Float[jax.Array, "L N T E"], top_k: Int[jax.Array, ""]
+) -> Float[jax.Array, "L N T"]:
+    """Return the logarithm of the probability that ``top_k`` experts are chosen and that the copies of all stay."""
+    chance = odds / (1 + odds)
+
+    def choose(number: jax.Array, expert: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        chance, stays = expert
+        fewer = jnp.concatenate([jnp.zeros_like(number[:1]), number[:-1]])
+        return number * (1 - chance)[None] + fewer * (chance * stays)[None], None
+
+    none = jnp.zeros((MOST_EXPERTS + 1, *stays.shape[:-1]), jnp.float32).at[0].set(1)
+    number, _ = jax.lax.scan(choose, none, (jnp.moveaxis(chance, -1, 0), jnp.moveaxis(stays, -1, 0)))
+    return jnp.log(jnp.maximum(number[top_k], 1e-30))
 
 
 def _share_of_routes(
