@@ -1,7 +1,7 @@
 """Quads, sets of four experts that tokens choose together, and a search that places whole quads on nodes.
 
 A token crosses to a node once for all of its experts there, so experts that are chosen together belong together. The
-search over nodes (`relibra_jax.planning.node_search`) swaps single experts. It cannot bring such a group to another
+search over nodes (`relibra_jax.planning.node_search`) swaps single experts. It cannot bring such a set to another
 node, because every expert but the last one adds crossings instead of saving them. So quads are placed first, by the
 same search with quads in the place of experts.
 
