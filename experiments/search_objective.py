@@ -133,7 +133,7 @@ def correlations(outcome: Outcome) -> Float[np.ndarray, " L"]:
         jnp.float32(prices.crossing),
         jnp.zeros((topology.num_experts, nodes, layers)),
     )
-    objective = jax.jit(functools.partial(node_objective, problem, num_nodes=nodes, top_k=top_k))
+    objective = jax.jit(functools.partial(node_objective, problem, top_k=top_k))
     attention, _ = attention_time(plan.assignment, batch.lengths, price)
     request = PlanRequest(load, price=price, tokens=np.asarray(batch.rank_tokens, np.float32))
 

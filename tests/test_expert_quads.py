@@ -18,7 +18,7 @@ from relibra_jax.planning.token_bits import TokenBits, token_bits
 
 NODES, EXPERTS, LAYERS, TOKENS = 4, 32, 3, 1024
 TOPOLOGY = Topology(num_nodes=NODES, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0)
-SIZES = {"num_nodes": NODES, "top_k": 4, "steps": 400}
+SIZES = {"top_k": 4, "steps": 400}
 
 
 def quads(seed=0):
@@ -75,9 +75,7 @@ def test_a_quad_moves_where_no_single_expert_would():
     problem = problem_of(ids, start, crossing=4.0, move=0.001)
     alone = search_nodes(problem, start, jax.random.key(0), hottest=1e-6, **SIZES)
     whole = search_quads(problem, start, jax.random.key(0), **SIZES)
-    time = [
-        np.asarray(node_objective(problem, node, num_nodes=NODES, top_k=4)) for node in (start, alone, whole)
-    ]
+    time = [np.asarray(node_objective(problem, node, top_k=4)) for node in (start, alone, whole)]
     assert (time[2] < time[1] - 0.1).all()
     assert (time[1] <= time[0]).all()
     by_set = np.asarray(whole)[sets, np.arange(LAYERS)[:, None, None]]
@@ -92,7 +90,7 @@ def test_quads_never_make_a_layer_worse(move):
     start = jnp.asarray(np.tile(np.arange(EXPERTS, dtype=np.int32)[:, None] // 8, (1, LAYERS)))
     problem = problem_of(ids, start, crossing=0.5, move=move)
     result = search_quads(problem, start, jax.random.key(0), **SIZES)
-    old, new = (node_objective(problem, node, num_nodes=NODES, top_k=4) for node in (start, result))
+    old, new = (node_objective(problem, node, top_k=4) for node in (start, result))
     assert (new <= old).all()
     assert (np.bincount(np.asarray(result)[:, 0]) == 8).all()
     if move:

@@ -89,15 +89,15 @@ def instance(name):
 
 
 @functools.cache
-def compiled(nodes):
-    return jax.jit(functools.partial(search_nodes, num_nodes=nodes, top_k=TOP_K, steps=600))
+def compiled():
+    return jax.jit(functools.partial(search_nodes, top_k=TOP_K, steps=600))
 
 
 def search(name, prices, hottest=HOT):
     case = instance(name)
     start = jnp.asarray(case.start, jnp.int32)
     problem = case.problem(*PRICES[prices])
-    return case, np.asarray(compiled(case.nodes)(problem, start, jax.random.key(0), hottest=hottest))
+    return case, np.asarray(compiled()(problem, start, jax.random.key(0), hottest=hottest))
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_search_nodes_treats_layers_independently():
         lambda leaf: jnp.roll(leaf, 1, -1) if leaf.ndim and leaf.shape[-1] == INSTANCES else leaf, problem
     )
     start = jnp.asarray(np.roll(case.start, 1, -1), jnp.int32)
-    other = compiled(2)(turned, start, jax.random.key(0), hottest=HOT)
+    other = compiled()(turned, start, jax.random.key(0), hottest=HOT)
     np.testing.assert_array_equal(np.roll(np.asarray(other), -1, -1), result)
 
 
@@ -156,7 +156,7 @@ def test_node_search_incremental_state_equals_a_new_count():
     """After hundreds of swaps, loads, bit planes and visits equal those computed from the final placement."""
     case = instance("3 nodes of 2")
     problem = case.problem(*PRICES["moves"])
-    first = functools.partial(node_search._initial_state, num_nodes=3, top_k=TOP_K)
+    first = functools.partial(node_search._initial_state, top_k=TOP_K)
     anneal = jax.jit(functools.partial(node_search._anneal, steps=300, hottest=HOT))
     state = anneal(problem, first(problem, jnp.asarray(case.start, jnp.int32)), jax.random.key(1))
     node = jnp.argsort(state.expert, axis=0).astype(jnp.int32) // 2
@@ -188,9 +188,7 @@ def test_search_nodes_adds_no_crossings_with_top_1_or_all_experts(top_k):
         jnp.float32(5),
         move_times(jnp.asarray(start), 0.001, num_nodes=2),
     )
-    result = np.asarray(
-        search_nodes(problem, jnp.asarray(start), jax.random.key(0), num_nodes=2, top_k=top_k, steps=50)
-    )
+    result = np.asarray(search_nodes(problem, jnp.asarray(start), jax.random.key(0), top_k=top_k, steps=50))
     assert balanced(result, 2)
     if top_k == 8:
         np.testing.assert_array_equal(result, start)
@@ -213,7 +211,7 @@ def test_search_nodes_makes_fewer_overfitting_moves_with_a_judge():
     problem = NodeProblem(jnp.full((8, 1, layers), 0.25), jnp.zeros((2, 1, layers)), tokens, *prices)
 
     def moved_layers(problem):
-        result = search_nodes(problem, start, jax.random.key(0), num_nodes=2, top_k=2, steps=200)
+        result = search_nodes(problem, start, jax.random.key(0), top_k=2, steps=200)
         return int((result != start).any(0).sum())
 
     assert moved_layers(problem) >= 10

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 from relibra_jax.contract.types import Topology
-from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes
+from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes, take_experts
 from relibra_jax.planning.token_bits import TokenBits
 
 QUAD: Final = 4
@@ -91,7 +91,6 @@ def search_quads(
     start: Int[jax.Array, "E L"],
     key: PRNGKeyArray,
     *,
-    num_nodes: int,
     top_k: int,
     steps: int,
 ) -> Int[jax.Array, "E L"]:
@@ -101,7 +100,6 @@ def search_quads(
         problem: the inputs of the search over nodes.
         start: the node of each expert to which the result is compared, with the same number of experts on each node.
         key: random key, consumed.
-        num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
         steps: the number of annealing steps.
 
@@ -111,9 +109,7 @@ def search_quads(
     quads, order = len(start) // QUAD, order_by_quad(problem.tokens)
 
     def members(array: jax.Array) -> jax.Array:
-        index = order.reshape(len(order), *[1] * (array.ndim - 2), order.shape[1])
-        array = jnp.take_along_axis(array, index, axis=0)
-        return array.reshape(quads, QUAD, *array.shape[1:])
+        return take_experts(order, array).reshape(quads, QUAD, *array.shape[1:])
 
     def any_of(tokens: TokenBits) -> TokenBits:
         # A token visits the node of a quad if it uses any of its experts.
@@ -126,9 +122,9 @@ def search_quads(
         tokens=any_of(problem.tokens),
         judge=None if problem.judge is None else any_of(problem.judge),
     )
-    in_turn = jnp.arange(quads, dtype=jnp.int32)[:, None] % num_nodes
+    in_turn = jnp.arange(quads, dtype=jnp.int32)[:, None] % problem.num_nodes
     first_node = jnp.broadcast_to(in_turn, (quads, start.shape[1]))
-    node = search_nodes(together, first_node, key, num_nodes=num_nodes, top_k=top_k, steps=steps)
+    node = search_nodes(together, first_node, key, top_k=top_k, steps=steps)
     layer = jnp.arange(start.shape[1])[None]
     result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, QUAD, axis=0))
-    return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)
+    return better_nodes(problem, start, result, top_k=top_k)

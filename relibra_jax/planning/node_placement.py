@@ -153,7 +153,6 @@ def place_on_nodes(
                 search_quads,
                 problem,
                 key=jax.random.fold_in(key, 0),
-                num_nodes=nodes,
                 top_k=top_k,
                 steps=max(1, steps_each // 2),
             )
@@ -165,7 +164,6 @@ def place_on_nodes(
             problem,
             home_node,
             jax.random.fold_in(key, number),
-            num_nodes=nodes,
             top_k=top_k,
             steps=steps_each,
             hottest=jnp.where(suits, jnp.float32(REFINING), hottest),

@@ -49,6 +49,11 @@ class NodeProblem(NamedTuple):
     """Other tokens, by which the result is compared with the start, because part of the gain on the tokens of the
     search is overfitting. None compares by the same tokens."""
 
+    @property
+    def num_nodes(self) -> int:
+        """N, the number of nodes."""
+        return len(self.offset)
+
 
 class _State(NamedTuple):
     """Experts in order of position; node ``n`` is positions ``n * size`` to ``(n + 1) * size - 1``."""
@@ -80,12 +85,21 @@ def move_times(
     return jnp.where(old_node[:, None] == jnp.arange(num_nodes)[None, :, None], 0, jnp.float32(move))
 
 
+def take_experts(order: Int[jax.Array, "E L"], array: jax.Array) -> jax.Array:
+    """Put the rows of an array ``[E ... L]`` in an order of each layer's experts.
+
+    Args:
+        order: the experts of each layer in their order.
+        array: the array; experts are the first axis and layers the last.
+    """
+    return jnp.take_along_axis(array, _aligned(order, array.ndim), axis=0)
+
+
 def search_nodes(
     problem: NodeProblem,
     start: Int[jax.Array, "E L"],
     key: PRNGKeyArray,
     *,
-    num_nodes: int,
     top_k: int,
     steps: int,
     hottest: Float[jax.Array, "*L"] | float = HOTTEST,
@@ -99,7 +113,6 @@ def search_nodes(
         problem: the inputs of the search.
         start: the node of each expert from which the search starts, with the same number of experts on each node.
         key: random key, consumed; the same key gives the same result.
-        num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
         steps: the number of annealing steps. The last tenth accepts only improvements.
         hottest: the temperature of the first step, of all layers or of each.
@@ -107,9 +120,9 @@ def search_nodes(
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
     """
-    final_state = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
-    result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // num_nodes)
-    return better_nodes(problem, start, result, num_nodes=num_nodes, top_k=top_k)
+    final_state = _anneal(problem, _initial_state(problem, start, top_k), key, steps, hottest)
+    result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // problem.num_nodes)
+    return better_nodes(problem, start, result, top_k=top_k)
 
 
 def better_nodes(
@@ -117,7 +130,6 @@ def better_nodes(
     start: Int[jax.Array, "E L"],
     result: Int[jax.Array, "E L"],
     *,
-    num_nodes: int,
     top_k: int,
 ) -> Int[jax.Array, "E L"]:
     """Return the nodes of each layer's experts from the better of two assignments, of equal ones the first.
@@ -126,36 +138,31 @@ def better_nodes(
         problem: the inputs of the search. Its judge, if there is one, decides.
         start: the node of each expert.
         result: another node of each expert.
-        num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
     """
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
-    objective = functools.partial(node_objective, problem, num_nodes=num_nodes, top_k=top_k)
+    objective = functools.partial(node_objective, problem, top_k=top_k)
     old_objective, new_objective = jax.lax.map(objective, jnp.stack([start, result]))
     return jnp.where((new_objective < old_objective)[None], result, start)
 
 
 def node_objective(
-    problem: NodeProblem, node: Int[jax.Array, "E L"], *, num_nodes: int, top_k: int
+    problem: NodeProblem, node: Int[jax.Array, "E L"], *, top_k: int
 ) -> Float[jax.Array, " L"]:
     """Return what the search minimises, for each layer.
 
     Args:
         problem: the inputs of the search.
         node: the node of each expert.
-        num_nodes: N, the number of nodes.
         top_k: K, the number of experts of a token.
     """
-    return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
+    return _objective(problem, _initial_state(problem, node, top_k))
 
 
-def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:
-    order = jnp.argsort(node, axis=0, stable=True).astype(jnp.int32)
-
-    def ordered(array):
-        return jnp.take_along_axis(array, _aligned(order, array.ndim), axis=0)
-
+def _initial_state(problem: NodeProblem, node, top_k: int) -> _State:
+    num_nodes, order = problem.num_nodes, jnp.argsort(node, axis=0, stable=True).astype(jnp.int32)
+    ordered = functools.partial(take_experts, order)
     share, bits = ordered(problem.share), ordered(problem.tokens.bits)
     by_node = bits.reshape(num_nodes, -1, *bits.shape[1:]).swapaxes(0, 1)
     planes = jnp.zeros((top_k.bit_length(), *by_node.shape[1:]), jnp.uint32)
