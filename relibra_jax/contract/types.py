@@ -297,9 +297,6 @@ class Price:
     tiles."""
     scale: Float[Array, ""] | float = 1.0
     """The number of rows for which one counted row stands, because buffer sizes are rounded up to whole rows."""
-    across_nodes: Bool[Array, ""] | bool = False
-    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks. It is data,
-    because one compiled planner tries both."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
     host_slots: int = field(default=0, metadata={"static": True})
@@ -325,6 +322,9 @@ class Price:
     """The number of data-parallel groups, which run the micro-batches of a batch at the same time."""
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
+    across_nodes: bool = field(default=False, metadata={"static": True})
+    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks. It is not data,
+    because their search would be half of what compiles for replicas, and most runs never try it."""
 
     @property
     def even_ranks(self) -> bool:

@@ -99,7 +99,7 @@ def _link_time(
         most = _padded_exports(plans, topology)
         # Without any export there is nothing to fetch.
         experts = jnp.where(most > 0, most + (topology.replica_slots if slots is None else slots), 0.0)
-        across = ((slow.max() > 0) | cost.across_nodes).astype(jnp.float32)
+        across = 1.0 if cost.across_nodes else (slow.max() > 0).astype(jnp.float32)
         return jnp.broadcast_to(_padded_time(experts, topology, cost, across), shape)
     return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
 
@@ -116,7 +116,8 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
         topology: the expert-parallel group.
         cost: the price. The part is 0 unless replicas may be on other nodes, or arrive late.
     """
-    if cost.fetches != "padded" or not topology.replica_slots:
+    open_fetch = cost.across_nodes or cost.late_replicas
+    if cost.fetches != "padded" or not topology.replica_slots or not open_fetch:
         return jnp.zeros(())
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
     exports = _padded_exports(plans, topology)
@@ -127,8 +128,7 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
         rest, _ = _without_host(plans, topology, cost.host_slots)
         share = jnp.asarray(cost.weights_share, jnp.float32)
         exports = share * _padded_exports(rest, topology) + (1 - share) * exports
-    seconds = _padded_time(exports, topology, cost, 1.0)
-    return jnp.where(cost.across_nodes, seconds, 0.0)
+    return _padded_time(exports, topology, cost, 1.0)
 
 
 def _padded_exports(plans: LayerPlan, topology: Topology) -> Float[jax.Array, ""]:

@@ -300,7 +300,7 @@ def _check_prices(cost: Price | Sequence[Price], num_stages: int) -> tuple[Price
     prices = (cost,) * num_stages if isinstance(cost, Price) else tuple(cost)
     if len(prices) != num_stages:
         raise ValueError(f"cost has {len(prices)} entries; it must have one for each of {num_stages} stages")
-    for name in ("hierarchical", "striped"):
+    for name in ("hierarchical", "striped", "across_nodes"):
         kinds = [getattr(price, name) for price in prices]
         if len(set(kinds)) > 1:
             raise ValueError(f"cost has {name}={kinds}, which must be the same in all stages")

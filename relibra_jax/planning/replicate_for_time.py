@@ -63,18 +63,13 @@ def replicate_for_time(
     """
     options: dict[str, Any] = {"min_tokens": min_tokens, "tile": tile, "exact": exact}
     plan = _inside(request, placement, topology, **options)
-    if topology.num_nodes == 1 or not topology.replica_slots:
+    if topology.num_nodes == 1 or not topology.replica_slots or not request.price.across_nodes:
         return plan
-
-    def across() -> Plan:
-        numbers = range(1, topology.replica_slots + 1)
-        others = [
-            replicate_with_visitors(request, placement, topology, visitors=number, **options)
-            for number in numbers
-        ]
-        return _fastest(request, [plan, *others], topology)
-
-    return jax.lax.cond(request.price.across_nodes, across, lambda: plan)
+    others = [
+        replicate_with_visitors(request, placement, topology, visitors=number, **options)
+        for number in range(1, topology.replica_slots + 1)
+    ]
+    return _fastest(request, [plan, *others], topology)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))

@@ -5,9 +5,8 @@ homes. A stage runs all samples of the batch, or a range of them, in its own mic
 residents. The planner sees the micro-batches of all stages concatenated along M, and its plan is split along M again.
 ``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
 
-If there are many micro-batches, the rounds add replicas to the priced ones alone
-(`relibra_jax.planning.plan_price.priced_micro_batches`), and the plan of all follows from the cheapest homes and
-residents at the end.
+The rounds add replicas to the priced micro-batches alone (`relibra_jax.planning.plan_price.priced_micro_batches`). The
+plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches.
 """
 
 import dataclasses
@@ -34,9 +33,6 @@ from relibra_jax.planning.routes import Routes, place_routes
 from relibra_jax.planning.visit_estimates import tokens_of_ranks
 from relibra_jax.routing.striping import planned_load
 
-MOST_PLANNED: Final = 32
-"""The most micro-batches of which rounds plan all. Of more, they plan those that are priced; replication then compiles
-twice."""
 SUM_MOST: Final = float(1 << 30)
 """The most token copies of a layer in the sum over a batch; more are scaled down."""
 
@@ -117,7 +113,8 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         plan, state = problem.planner.update(request._replace(start=start), problem.state, problem.topology)
         return _in_stages(problem.starts, request.load, plan), state
 
-    # One loop compiles placement, replication, the assignment of each stage and the price only once.
+    # One loop compiles placement, replication, the assignment of each stage and the price only once. After the rounds
+    # and the trials, its last passes plan all micro-batches of the best choice, as many at a time as are priced.
     first = int(bool(rounds) and problem.start is not None)
     trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
@@ -127,16 +124,18 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         choice, _ = _choose(problem, lambda: request, problem.no_homes)
         return choice, _plan_choice(problem, request, choice)
 
-    choice, plan = jax.eval_shape(plan_starts)
-    blank, no_plan = jax.tree.map(jnp.zeros_like, (choice, plan))
-    # Of many micro-batches, rounds plan the priced ones alone; one compilation more then plans all of the best choice.
-    all_planned = isinstance(choice, Plan) or len(plan.quota) <= MOST_PLANNED
-    numbers = None if all_planned else _priced_numbers(problem)
+    blank, no_plan = jax.tree.map(jnp.zeros_like, jax.eval_shape(plan_starts))
+    is_planned = isinstance(blank, Plan)
+    priced = _priced_numbers(problem)
+    count, size = len(no_plan.quota), len(no_plan.quota) if is_planned else len(priced)
+    stop = rounds + 1 + len(trials)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
-    nothing = _Best(starts, blank, no_plan if all_planned else None, problem.state, worst)
+    nothing = _Best(starts, blank, problem.state, worst)
 
-    def body(number, carry: tuple[_Best, _Merged, _Latest]) -> tuple[_Best, _Merged, _Latest]:
-        best, merged, latest = carry
+    def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
+        best, merged, latest, whole_plan = carry
+        ends = number >= stop
+        begin = jnp.clip((number - stop) * size, 0, count - size)
         trial = (
             jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
         )
@@ -144,39 +143,47 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         assignments = starts
         if rounds:
             under_best = tries & (True if trial is None else ~trial.first_assignment)
-            given = jax.tree.map(functools.partial(jnp.where, under_best), best.assignments, starts)
+            given = jax.tree.map(functools.partial(jnp.where, under_best | ends), best.assignments, starts)
             assign = functools.partial(_assign_stages, problem)
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
+        numbers = None if size == count else jnp.where(ends, begin + jnp.arange(size), priced)
         request = _request(problem, assignments, numbers)
-        whole = (lambda: request) if all_planned else functools.partial(_request, problem, assignments)
+        whole = (lambda: request) if numbers is None else functools.partial(_request, problem, assignments)
         search = functools.partial(_choose, problem, whole, start)
         if trial is None:
-            choice, state = search()
+            choice, state = jax.lax.cond(tries, lambda: (best.choice, best.state), search)
         else:
             assert isinstance(best.choice, _Homes)
             assert isinstance(merged.choice, _Homes)
             stay = functools.partial(_stay, problem, trial, best.choice, merged.choice, latest.state)
             choice, state = jax.lax.cond(tries, stay, search)
+        choice = jax.tree.map(functools.partial(jnp.where, ends), best.choice, choice)
         plan = _plan_choice(problem, request, choice)
         price = _price(problem, assignments, request, plan)
-        new = _Best(assignments, choice, plan if all_planned else None, state, price)
+        new = _Best(assignments, choice, state, price)
         if trial is not None:
             merged = _merge(new, best, merged, trial, tries)
-        cheaper = price.total < best.price.total
+        cheaper = (price.total < best.price.total) & ~ends
         after = _Latest(state, _next_placement(problem, choice, number), assignments)
         kept = functools.partial(jnp.where, tries)
         best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
-        return best, merged, jax.tree.map(kept, latest, after)
+        return best, merged, jax.tree.map(kept, latest, after), _write_part(whole_plan, plan, begin)
 
     latest = _Latest(problem.state, _first_placement(problem), starts)
-    stop = rounds + 1 + len(trials)
-    carry = (nothing, _Merged(blank, worst.by_layer), latest)
-    best, _, _ = jax.lax.fori_loop(first, stop, body, carry)
-    request = _request(problem, best.assignments)
-    plan = _plan_choice(problem, request, best.choice) if best.plan is None else best.plan
-    return _in_stages(best.assignments, request.load, plan), best.state
+    carry = (nothing, _Merged(blank, worst.by_layer), latest, no_plan)
+    end = stop if is_planned else stop - (-count // size)
+    best, _, _, plan = jax.lax.fori_loop(first, end, body, carry)
+    plan = best.choice if isinstance(best.choice, Plan) else plan
+    return _in_stages(best.assignments, _request(problem, best.assignments).load, plan), best.state
+
+
+def _write_part(whole: Plan, part: Plan, begin: Int[Array, ""]) -> Plan:
+    """Write the plan of some consecutive micro-batches to that of all."""
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=begin, axis=0)
+    slots, quota = write(whole.slot_expert, part.slot_expert), write(whole.quota, part.quota)
+    return Plan(slots, part.home, quota)
 
 
 class _Homes(NamedTuple):
@@ -268,8 +275,6 @@ class _Best(NamedTuple):
 
     assignments: tuple[Assignment, ...]
     choice: _Choice
-    plan: Plan | None
-    """The plan of the choice; None if only its priced micro-batches were planned."""
     state: Any
     price: StagePrice
 
@@ -482,13 +487,7 @@ def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
     total = sum(map(len, samples))
     parts = [len(stage_range) / total for stage_range in samples]
 
-    def mean_cost(*costs: Any) -> Any:
-        # All stages agree on `Price.across_nodes`.
-        return (
-            costs[0] if jnp.result_type(costs[0]) is jnp.dtype(bool) else sum(map(operator.mul, costs, parts))
-        )
-
-    mean = jax.tree.map(mean_cost, *prices)
+    mean = jax.tree.map(lambda *costs: sum(map(operator.mul, costs, parts)), *prices)
     pushes = {name: sum(getattr(price, name) for price in prices) for name in ("push", "push_inside")}
     return dataclasses.replace(mean, **pushes)
 
