@@ -68,16 +68,16 @@ def replicate_domain(
     )
     start = load.sum(1, dtype=jnp.int32)
 
-    def attempt(best: _Target, tiles: Int[jax.Array, " P"]) -> tuple[_Target, Int[jax.Array, ""]]:
+    def attempt(best: _Filled, tiles: Int[jax.Array, " P"]) -> tuple[_Filled, Int[jax.Array, ""]]:
         """Fill ranks with ``tiles``; return the better of that and ``best``, and its own largest rank load."""
         filled = fill(tiles)
         rank_load = start + tile * (tiles - filled.missing)
         top = rank_load.max()
         price = -rank_load.min() if exact else (filled.tiles > 0).sum(dtype=jnp.int32)
         better = (top < best.top) | ((top == best.top) & (price < best.price))
-        return jax.tree.map(functools.partial(jnp.where, better), _Target(tiles, top, price), best), top
+        return jax.tree.map(functools.partial(jnp.where, better), _Filled(filled, top, price), best), top
 
-    def loosen(best: _Target, allowed: Int[jax.Array, ""]) -> _Target:
+    def loosen(best: _Filled, allowed: Int[jax.Array, ""]) -> _Filled:
         """Fill ranks only up to ``allowed`` if that takes fewer replicas."""
         looser, top = attempt(best._replace(top=jnp.int32(_MAX)), (allowed - start) // tile)
         better = (top <= allowed) & (looser.price < best.price)
@@ -93,8 +93,8 @@ def replicate_domain(
         best, bound, number = carry
         return (number < ROUNDS) & (best.top - bound > jnp.where(number == 0, 0, 1))
 
-    no_tiles = jnp.zeros_like(start)
-    best = _Target(no_tiles, start.max(), -start.min() if exact else jnp.int32(0))
+    nothing = _Filling.of_no_tiles(jnp.zeros_like(start), load, replica_slots)
+    best = _Filled(nothing, start.max(), -start.min() if exact else jnp.int32(0))
     bound = least_top_load(load, replica_slots=replica_slots)
     if exact or tile > 1:
         fair = _fair_tiles(start, tile)
@@ -108,8 +108,8 @@ def replicate_domain(
             jnp.int32
         )
         best = loosen(best, best.top + jnp.minimum(spare, start.max() - best.top))
-    filled = fill(best.tiles)
-    return filled.replica, jnp.concatenate([load - tile * filled.given, tile * filled.tiles], 1)
+    filling = best.filling
+    return filling.replica, jnp.concatenate([load - tile * filling.given, tile * filling.tiles], 1)
 
 
 def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, ""]:
@@ -145,18 +145,6 @@ def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Ar
     )
 
 
-class _Target(NamedTuple):
-    """The tiles that each rank should gain, and the quality of the plan that results."""
-
-    tiles: Int[jax.Array, " P"]
-    """Tiles that each rank lacks; negative for a rank that has too many."""
-    top: Int[jax.Array, ""]
-    """The largest rank load."""
-    price: Int[jax.Array, ""]
-    """Decides between plans of equal ``top``; lower is better. The number of replicas, or for exact balance minus the
-    smallest rank load."""
-
-
 class _Filling(NamedTuple):
     """The state while ranks are filled."""
 
@@ -168,6 +156,25 @@ class _Filling(NamedTuple):
     """The flat home slot of the expert in each replica slot; EMPTY for none."""
     tiles: Int[jax.Array, "P R"]
     """Tiles of each replica slot."""
+
+    @classmethod
+    def of_no_tiles(
+        cls, lacks: Int[jax.Array, " P"], whole: Int[jax.Array, "P H"], slots: int
+    ) -> "_Filling":
+        """Make the state in which no expert has given anything."""
+        empty = jnp.full((len(lacks), slots), EMPTY, jnp.int32)
+        return cls(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
+
+
+class _Filled(NamedTuple):
+    """Filled ranks, and the quality of their plan."""
+
+    filling: _Filling
+    top: Int[jax.Array, ""]
+    """The largest rank load."""
+    price: Int[jax.Array, ""]
+    """Decides between plans of equal ``top``; lower is better. The number of replicas, or for exact balance minus the
+    smallest rank load."""
 
 
 def _fill(
@@ -221,9 +228,8 @@ def _fill(
         )
         return filled, amount > 0
 
-    empty = jnp.full((ranks, slots), EMPTY, jnp.int32)
-    empty_filling = _Filling(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
-    return jax.lax.while_loop(lambda carry: carry[1], step, (empty_filling, jnp.bool_(slots > 0)))[0]
+    start = (_Filling.of_no_tiles(lacks, whole, slots), jnp.bool_(slots > 0))
+    return jax.lax.while_loop(lambda carry: carry[1], step, start)[0]
 
 
 def _fair_tiles(start: Int[Array, " P"], tile: int) -> Int[jax.Array, " P"]:
