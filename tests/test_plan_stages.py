@@ -12,12 +12,11 @@ from support.plans import random_routing
 
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
-from relibra_jax.contract.planner import Planner
+from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
 from relibra_jax.contract.types import EMPTY, Assignment, Topology
 from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.cost_model import CostModel
-from relibra_jax.planning import rounds
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.batch import Batch
@@ -25,6 +24,7 @@ from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.routes import sample_routes
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.starts import start_assignment
@@ -347,15 +347,16 @@ def test_stages_of_counts_and_routes_are_those_of_the_replay(replay):
 
 
 @pytest.mark.slow
-def test_rounds_of_a_part_of_many_micro_batches_end_in_the_same_plan(replay, monkeypatch):
-    """Choices are priced by the same micro-batches, whether or not rounds plan the others too."""
-    stages = [Stage(3), Stage(20)]
-    plans = []
-    for most in (23, 22):
-        monkeypatch.setattr(rounds, "MOST_PLANNED", most)
-        rounds.plan_rounds.clear_cache()
-        plans.append(plan(replay, first_state(), stages=stages, assign=ASSIGN, key=KEY, rounds=1))
-    rounds.plan_rounds.clear_cache()
-    chex.assert_trees_all_equal(*plans)
-    for stage in plans[0][0]:
+@pytest.mark.parametrize("assign", [None, pytest.param(ASSIGN, marks=pytest.mark.long)])
+def test_parts_of_many_micro_batches_have_the_plan_of_all_together(replay, assign):
+    """Of 3 and 20 micro-batches, 3 and 8 are priced, so that all are planned in three parts, of which two overlap."""
+    planned, _ = plan(replay, first_state(), stages=[Stage(3), Stage(20)], assign=assign, key=KEY, rounds=1)
+    load = np.concatenate([stage.load for stage in planned])
+    first = planned[0].plan
+    placement = Placement(first.home, resident_experts(first, TOPOLOGY))
+    together = replicate_experts(PlanRequest(load), placement, TOPOLOGY)
+    for stage, part in zip(planned, (slice(0, 3), slice(3, 23)), strict=True):
         check_plan(stage.plan, expert_load(replay, stage.assignment, num_experts=8), TOPOLOGY)
+        np.testing.assert_array_equal(stage.plan.home, first.home)
+        np.testing.assert_array_equal(stage.plan.slot_expert, together.slot_expert[part])
+        np.testing.assert_array_equal(stage.plan.quota, together.quota[part])

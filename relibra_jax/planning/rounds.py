@@ -161,11 +161,12 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             choice, state = jax.lax.cond(tries, stay, search)
         choice = jax.tree.map(functools.partial(jnp.where, ends), best.choice, choice)
         plan = _plan_choice(problem, request, choice)
-        price = _price(problem, assignments, request, plan)
+        compute_price = functools.partial(_price, problem, assignments, request, plan)
+        price = jax.lax.cond(ends, lambda: worst, compute_price)
         new = _Best(assignments, choice, state, price)
         if trial is not None:
             merged = _merge(new, best, merged, trial, tries)
-        cheaper = (price.total < best.price.total) & ~ends
+        cheaper = price.total < best.price.total
         after = _Latest(state, _next_placement(problem, choice, number), assignments)
         kept = functools.partial(jnp.where, tries)
         best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
