@@ -323,8 +323,8 @@ class Price:
     spare_room: bool = field(default=True, metadata={"static": True})
     """Whether buffers with lanes have spare room (`relibra_jax.routing.sizes.with_spare_room`)."""
     across_nodes: bool = field(default=False, metadata={"static": True})
-    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks. It is not data,
-    because their search would be half of what compiles for replicas, and most runs never try it."""
+    """Whether replicas may be on other nodes than their experts. A padded fetch then runs over all ranks. It is
+    not data, because their search would be half of what compiles for replicas, and most runs never try it."""
 
     @property
     def even_ranks(self) -> bool:

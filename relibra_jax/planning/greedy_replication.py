@@ -158,9 +158,7 @@ class _Filling(NamedTuple):
     """Tiles of each replica slot."""
 
     @classmethod
-    def of_no_tiles(
-        cls, lacks: Int[jax.Array, " P"], whole: Int[jax.Array, "P H"], slots: int
-    ) -> "_Filling":
+    def of_no_tiles(cls, lacks: Int[jax.Array, " P"], whole: Int[jax.Array, "P H"], slots: int) -> "_Filling":
         """Make the state in which no expert has given anything."""
         empty = jnp.full((len(lacks), slots), EMPTY, jnp.int32)
         return cls(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))

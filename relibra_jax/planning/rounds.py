@@ -148,7 +148,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        numbers = None if size == count else jnp.where(ends, begin + jnp.arange(size), priced)
+        numbers = None if size == count else jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), priced)
         request = _request(problem, assignments, numbers)
         whole = (lambda: request) if numbers is None else functools.partial(_request, problem, assignments)
         search = functools.partial(_choose, problem, whole, start)
@@ -347,7 +347,7 @@ def _next_placement(problem: Problem, choice: _Choice, number: Array) -> Placeme
 
 
 def _request(
-    problem: Problem, assignments: Sequence[Assignment], numbers: Int[np.ndarray, " some"] | None = None
+    problem: Problem, assignments: Sequence[Assignment], numbers: Int[Array, " some"] | None = None
 ) -> PlanRequest:
     """Return all that the planner may look at: of all micro-batches, or of some of them, numbered in their order."""
     batch = problem.batch
@@ -358,7 +358,7 @@ def _request(
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
     if numbers is not None:
         if routes is not None:
-            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(np.arange(len(numbers)))
+            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(jnp.arange(len(numbers), dtype=jnp.int32))
             number = jnp.where(routes.micro_batch == EMPTY, EMPTY, place[routes.micro_batch])
             routes = routes._replace(micro_batch=number, rank=jnp.where(number == EMPTY, EMPTY, routes.rank))
         together = Assignment(together.sample[numbers])
