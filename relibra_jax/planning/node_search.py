@@ -67,6 +67,8 @@ class _State(NamedTuple):
     """The number of experts that each token has on each node, in binary."""
     visits: Float[jax.Array, "N groups N L"]
     """The tokens that visit each node, by the node that holds them; 0 for the node itself."""
+    time: Float[jax.Array, " L"]
+    """The objective without moves."""
 
 
 def move_times(
@@ -168,15 +170,11 @@ def _initial_state(problem: NodeProblem, node, top_k: int) -> _State:
     planes = jnp.zeros((top_k.bit_length(), *by_node.shape[1:]), jnp.uint32)
     planes, _ = jax.lax.scan(lambda planes, bits: (_add(planes, bits), None), planes, by_node)
     other = ~jnp.eye(num_nodes, dtype=bool)[:, None, :, None]
-    return _State(
-        order,
-        share,
-        bits,
-        ordered(problem.moves),
-        problem.offset + share.reshape(num_nodes, -1, *share.shape[1:]).sum(1),
-        planes.swapaxes(0, 1),
-        jnp.where(other, problem.tokens.weigh(_any(planes)), 0),
-    )
+    load = problem.offset + share.reshape(num_nodes, -1, *share.shape[1:]).sum(1)
+    visits = jnp.where(other, problem.tokens.weigh(_any(planes)), 0)
+    busiest = jnp.maximum(visits.sum(2).max(0), visits.sum(0).max(1))
+    time = load.max(0).sum(0) + problem.crossing * busiest.sum(0)
+    return _State(order, share, bits, ordered(problem.moves), load, planes.swapaxes(0, 1), visits, time)
 
 
 def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _State:
@@ -204,6 +202,7 @@ class _Swaps(NamedTuple):
     load_q: Float[jax.Array, "C M L"]
     visits_p: Float[jax.Array, "C groups N L"]
     visits_q: Float[jax.Array, "C groups N L"]
+    time: Float[jax.Array, "C L"]
 
 
 def _propose(problem: NodeProblem, state: _State, draw):
@@ -222,11 +221,9 @@ def _propose(problem: NodeProblem, state: _State, draw):
     gain = candidates[1] - item[1]
     load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
     moves = candidates[3][:, p] + item[3][:, q] - candidates[3][:, q] - item[3][:, p]
-    swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + moves
-    current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
-    stay_time = _time(problem, state, p, q, *current)
-    swaps = _Swaps(item, candidates, rest_p, planes_q, load_p, load_q, visits_p, visits_q)
-    return jnp.concatenate([stay_time, swap_times]), swaps
+    time = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q)
+    swaps = _Swaps(item, candidates, rest_p, planes_q, load_p, load_q, visits_p, visits_q, time)
+    return jnp.concatenate([state.time[None], time + moves]), swaps
 
 
 def _apply(state: _State, draw, swaps: _Swaps, choice: Int[jax.Array, " L"]) -> _State:
@@ -261,7 +258,7 @@ def _apply(state: _State, draw, swaps: _Swaps, choice: Int[jax.Array, " L"]) -> 
     )
     visits = state.visits.at[p].set(select(swaps.visits_p, state.visits[p]))
     visits = visits.at[q].set(select(swaps.visits_q, state.visits[q]))
-    return _State(expert, share, bits, moves, load, planes, visits)
+    return _State(expert, share, bits, moves, load, planes, visits, select(swaps.time, state.time))
 
 
 def _items(state: _State, first, count: int):
@@ -272,21 +269,20 @@ def _items(state: _State, first, count: int):
 def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
     nodes = len(state.load)
     moves = jnp.trace(state.moves.reshape(nodes, -1, *state.moves.shape[1:]).sum(1))
-    first_node = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
-    return _time(problem, state, 0, 0, *first_node)[0] + moves
+    return state.time + moves
 
 
 def _time(
     problem: NodeProblem,
     state: _State,
-    p: Int[jax.Array, ""] | int,
-    q: Int[jax.Array, ""] | int,
+    p: Int[jax.Array, ""],
+    q: Int[jax.Array, ""],
     load_p: Float[jax.Array, "C M L"],
     load_q: Float[jax.Array, "C M L"],
     visits_p: Float[jax.Array, "C groups N L"],
     visits_q: Float[jax.Array, "C groups N L"],
 ) -> Float[jax.Array, "C L"]:
-    """Return the time with new loads and visits for the nodes p and q; with p == q, of the current state."""
+    """Return the time with new loads and visits for the nodes p and q."""
     index = jnp.arange(len(state.load))[:, None, None]
     others = (index != p) & (index != q)
     rest_load = jnp.where(others, state.load, 0).max(0)
@@ -294,8 +290,8 @@ def _time(
     largest = jax.lax.optimization_barrier(jnp.maximum(jnp.maximum(load_p, load_q), rest_load[None]))
     received = jnp.where(others, state.visits.sum(2), 0).max(0)
     sent = jnp.where(others[..., None], state.visits, 0).sum(0)
-    both_visits = visits_p + visits_q if p is not q else visits_p
-    busiest = jnp.maximum((sent[None] + both_visits).max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
+    both = sent[None] + visits_p + visits_q
+    busiest = jnp.maximum(both.max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
     busiest = jax.lax.optimization_barrier(jnp.maximum(busiest, received[None]))
     return largest.sum(1) + problem.crossing * busiest.sum(1)
 
