@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 from relibra_jax.contract.types import Topology
-from relibra_jax.planning.node_search import NodeProblem, better_nodes, search_nodes, take_experts
+from relibra_jax.planning.node_search import NodeProblem, anneal_nodes, better_nodes, take_experts
 from relibra_jax.planning.token_bits import TokenBits
 
 QUAD: Final = 4
@@ -120,11 +120,10 @@ def search_quads(
         share=members(problem.share).sum(1),
         moves=members(problem.moves).sum(1),
         tokens=any_of(problem.tokens),
-        judge=None if problem.judge is None else any_of(problem.judge),
     )
     in_turn = jnp.arange(quads, dtype=jnp.int32)[:, None] % problem.num_nodes
     first_node = jnp.broadcast_to(in_turn, (quads, start.shape[1]))
-    node = search_nodes(together, first_node, key, top_k=top_k, steps=steps)
+    node = anneal_nodes(together, first_node, key, top_k=top_k, steps=steps)
     layer = jnp.arange(start.shape[1])[None]
     result = jnp.zeros_like(start).at[order, layer].set(jnp.repeat(node, QUAD, axis=0))
     return better_nodes(problem, start, result, top_k=top_k)

@@ -122,9 +122,22 @@ def search_nodes(
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
     """
-    final_state = _anneal(problem, _initial_state(problem, start, top_k), key, steps, hottest)
-    result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // problem.num_nodes)
+    result = anneal_nodes(problem, start, key, top_k=top_k, steps=steps, hottest=hottest)
     return better_nodes(problem, start, result, top_k=top_k)
+
+
+def anneal_nodes(
+    problem: NodeProblem,
+    start: Int[jax.Array, "E L"],
+    key: PRNGKeyArray,
+    *,
+    top_k: int,
+    steps: int,
+    hottest: Float[jax.Array, "*L"] | float = HOTTEST,
+) -> Int[jax.Array, "E L"]:
+    """Search as `search_nodes` does, and return the last assignment, even if it is worse than the start."""
+    state = _anneal(problem, _initial_state(problem, start, top_k), key, steps, hottest)
+    return jax.vmap(inverse_permutation, 1, 1)(state.expert) // (len(start) // problem.num_nodes)
 
 
 def better_nodes(
