@@ -110,21 +110,19 @@ def exchange_pairs(
     def one_layer(load: jax.Array, home: jax.Array) -> jax.Array:
         expert = inverse_permutation(home).reshape(ranks, size)
         total = load[expert].sum(1)
+        order = jnp.argsort(-total, stable=True)
 
-        def exchange(_, carry):
-            home, free = carry
-            fullest = jnp.where(free, total, -jnp.inf).argmax()
-            emptiest = jnp.where(free, total, jnp.inf).argmin()
-            gives, takes = expert[fullest], expert[emptiest]
+        def exchange(full: jax.Array, empty: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Return the expert of each rank that is exchanged; without an exchange, twice the same."""
+            gives, takes = expert[full], expert[empty]
             moved = load[gives][:, None] - load[takes][None]
-            top = jnp.maximum(total[fullest] - moved, total[emptiest] + moved)
+            top = jnp.maximum(total[full] - moved, total[empty] + moved)
             best = top.argmin()
             a, b = gives[best // size], takes[best % size]
-            pays = top.min() < total[fullest]
-            changed = home.at[a].set(home[b]).at[b].set(home[a])
-            return jnp.where(pays, changed, home), free.at[fullest].set(False).at[emptiest].set(False)
+            return a, jnp.where(top.min() < total[full], b, a)
 
-        return jax.lax.fori_loop(0, ranks // 2, exchange, (home, jnp.ones(ranks, bool)))[0]
+        a, b = jax.vmap(exchange)(order[: ranks // 2], order[::-1][: ranks // 2])
+        return home.at[a].set(home[b]).at[b].set(home[a])
 
     return jax.vmap(one_layer)(load, jnp.asarray(before, jnp.int32))
 
