@@ -148,7 +148,9 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
             assignments = jax.lax.cond(*inputs)
         start = _search_start(problem, latest.placement, number)
-        numbers = None if size == count else jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), priced)
+        numbers = (
+            None if size == count else jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), priced)
+        )
         request = _request(problem, assignments, numbers)
         whole = (lambda: request) if numbers is None else functools.partial(_request, problem, assignments)
         search = functools.partial(_choose, problem, whole, start)
@@ -358,7 +360,11 @@ def _request(
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
     if numbers is not None:
         if routes is not None:
-            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(jnp.arange(len(numbers), dtype=jnp.int32))
+            place = (
+                jnp.full(len(together.sample), EMPTY, jnp.int32)
+                .at[numbers]
+                .set(jnp.arange(len(numbers), dtype=jnp.int32))
+            )
             number = jnp.where(routes.micro_batch == EMPTY, EMPTY, place[routes.micro_batch])
             routes = routes._replace(micro_batch=number, rank=jnp.where(number == EMPTY, EMPTY, routes.rank))
         together = Assignment(together.sample[numbers])
