@@ -5,6 +5,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.costs import CLUSTER, MODEL
@@ -14,14 +15,16 @@ from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import resident_experts
 from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import expert_load, sample_load
-from relibra_jax.contract.types import EMPTY, Assignment, Topology
+from relibra_jax.contract.types import EMPTY, Assignment, Topology, layer_plans
 from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.copies import padded_exports
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Stage, plan_batch
+from relibra_jax.planning.plan_price import priced_micro_batches
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
@@ -216,10 +219,11 @@ def test_stages_reach_planners_as_one_batch(replay):
     requests = []
     stages, _ = plan_batch(replay, recorder(requests), (), TOPOLOGY, stages=STAGES, cost=COSTS)
     jax.effects_barrier()
-    ((load, routes, transitions, price, tokens, start, predicted),) = requests
+    ((load, routes, transitions, price, tokens, start, predicted, exports),) = requests
     assert transitions is None
     assert start is None
     assert predicted is None
+    assert exports is None
     np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
     np.testing.assert_array_equal(2 * tokens, load[:, 0].sum(-1))
     counted = np.zeros_like(load)
@@ -326,6 +330,10 @@ IN_ORDER = assign_in_order(32, TOPOLOGY, num_micro_batches=2)
             {"stages": STAGES, "cost": (COSTS[0], dataclasses.replace(COSTS[1], hierarchical=False))},
             r"cost has hierarchical=\[True, False\], which must be the same in all stages",
         ),
+        (
+            {"stages": STAGES, "cost": (COSTS[0], dataclasses.replace(COSTS[1], across_nodes=True))},
+            r"cost has across_nodes=\[False, True\], which must be the same in all stages",
+        ),
         ({"stages": STAGES, "rounds": -1}, "rounds=-1 must be an integer of at least 0"),
     ],
 )
@@ -350,13 +358,38 @@ def test_stages_of_counts_and_routes_are_those_of_the_replay(replay):
 @pytest.mark.parametrize("assign", [None, pytest.param(ASSIGN, marks=pytest.mark.long)])
 def test_parts_of_many_micro_batches_have_the_plan_of_all_together(replay, assign):
     """Of 3 and 20 micro-batches, 3 and 8 are priced, so that all are planned in three parts, of which two overlap."""
-    planned, _ = plan(replay, first_state(), stages=[Stage(3), Stage(20)], assign=assign, key=KEY, rounds=1)
+    stages = [Stage(3), Stage(20)]
+    planned, state = plan(replay, first_state(), stages=stages, assign=assign, key=KEY, rounds=1)
     load = np.concatenate([stage.load for stage in planned])
     first = planned[0].plan
     placement = Placement(first.home, resident_experts(first, TOPOLOGY))
     together = replicate_experts(PlanRequest(load), placement, TOPOLOGY)
     for stage, part in zip(planned, (slice(0, 3), slice(3, 23)), strict=True):
         check_plan(stage.plan, expert_load(replay, stage.assignment, num_experts=8), TOPOLOGY)
-        np.testing.assert_array_equal(stage.plan.home, first.home)
+        np.testing.assert_array_equal(stage.plan.home, state.home)
         np.testing.assert_array_equal(stage.plan.slot_expert, together.slot_expert[part])
         np.testing.assert_array_equal(stage.plan.quota, together.quota[part])
+
+
+@pytest.mark.slow
+def test_no_part_sends_replicas_of_more_experts_than_were_priced():
+    """A padded fetch of the whole batch is as long as that of the rank that exports the most in any micro-batch."""
+    rng = np.random.default_rng(5)
+    topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=64, replica_slots=2)
+    popular = rng.lognormal(0, 2, (192, 2, 64))
+    load = rng.multinomial(64, popular / popular.sum(-1, keepdims=True))
+    batch = Batch(load.astype(np.int32), np.full(192, 64, np.int32))
+    price = dataclasses.replace(COST_MODEL, scale=1e5, exchange="padded").price(topology)
+    assert price.fetches == "padded"
+    state = PLANNER.init(topology, 2, key=KEY)
+    planned, _ = plan_batch(batch, PLANNER, state, topology, stages=24, cost=price)
+
+    def exports(plan):
+        plans = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], layer_plans(plan, planned.load))
+        return np.asarray(jax.vmap(lambda plan: padded_exports(plan, topology))(plans))
+
+    priced = priced_micro_batches(24, 1)
+    placement = Placement.without_residents(planned.plan.home, topology)
+    free = exports(replicate_experts(PlanRequest(planned.load), placement, topology))
+    assert free.max() > free[priced].max(), "without a limit, other micro-batches send more"
+    assert 2 < exports(planned.plan).max() <= exports(planned.plan)[priced].max()

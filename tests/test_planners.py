@@ -213,6 +213,7 @@ def make_facts():
         "tokens": rng.integers(1, 64, (MICRO_BATCHES, 2, 4)).astype(np.float32),
         "start": np.tile(np.arange(32, dtype=np.int32)[::-1], (LAYERS, 1)),
         "predicted": rng.lognormal(0, 2, (MICRO_BATCHES, LAYERS, 32)).astype(np.float32),
+        "exports": np.int32(1),  # read with a padded fetch alone
     }
 
 

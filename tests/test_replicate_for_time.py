@@ -101,8 +101,15 @@ def test_ranks_export_few_experts_where_attention_does_not_hide_a_padded_fetch(s
     placement = Placement.without_residents(jnp.arange(16)[None], topology)
     plan = replicate_for_time(request, placement, topology)
     check_plan(plan, load, topology)
-    experts = np.asarray(replica_experts(plan, topology))
-    assert len(np.unique(experts[(experts != EMPTY) & (experts < 4)])) == most
+
+    def exported(plan):
+        experts = np.asarray(replica_experts(plan, topology))
+        return len(np.unique(experts[(experts != EMPTY) & (experts < 4)]))
+
+    assert exported(plan) == most
+    for limit in (2, 3):
+        limited = replicate_for_time(request._replace(exports=jnp.int32(limit)), placement, topology)
+        assert exported(limited) == limit, "the request leaves no choice"
 
 
 @pytest.mark.parametrize("across_nodes", [False, True])

@@ -88,6 +88,10 @@ class PlanRequest(NamedTuple):
     """The loads that a predictor expects, of which only the proportions count; given only to planners with
     ``uses_predictions``. They plan from these in place of the true loads, and the quotas still sum to ``load``."""
 
+    exports: Int[Array, ""] | None = None
+    """The most experts of which a rank may send replicas in a layer and micro-batch. None or 0 leaves it to the
+    planner. `relibra_jax.plan_batch` sets it for the parts of a batch, so that all fit the fetch that was priced."""
+
     @property
     def by_expert(self) -> Int[jax.Array, "M L E"]:
         """The number of token copies for each expert, summed over ranks."""
@@ -169,9 +173,10 @@ class Planner(NamedTuple):
     replicate: Replicate | None = None
     """The second half: adds replicas to homes and residents. A planner with both halves keeps its homes in a field
     ``home`` of its state, a NamedTuple, and can start from ``request.start``. Where transfers are paid for or samples
-    assigned, `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan; of many
-    micro-batches, ``replicate`` first gets a part. Where transfers are paid for, it never returns a plan that costs
-    more than to leave the experts where they are. None for planners that are run as they are, such as baselines."""
+    assigned, `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan; it
+    adds replicas to many micro-batches in parts, so ``replicate`` may not choose them by the sum of a batch. Where
+    transfers are paid for, it never returns a plan that costs more than to leave the experts where they are. None for
+    planners that are run as they are, such as baselines."""
     serves: Serves | None = None
     """The number of batches among which the price of moves is divided where plans are compared. None for 1. A planner
     with it keeps a `relibra_jax.planning.horizon.History` in a field ``history`` of its state."""

@@ -96,7 +96,7 @@ def _link_time(
 
     slow, fast = busier_way(jax.vmap(jax.vmap(one))(plans), shared_link=cost.shared_link)
     if cost.fetches == "padded":
-        most = _padded_exports(plans, topology)
+        most = padded_exports(plans, topology)
         # Without any export there is nothing to fetch.
         experts = jnp.where(most > 0, most + (topology.replica_slots if slots is None else slots), 0.0)
         across = 1.0 if cost.across_nodes else (slow.max() > 0).astype(jnp.float32)
@@ -120,18 +120,18 @@ def opening_time(layer_plans: LayerPlan, topology: Topology, cost: Price) -> Flo
     if cost.fetches != "padded" or not topology.replica_slots or not open_fetch:
         return jnp.zeros(())
     plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
-    exports = _padded_exports(plans, topology)
+    exports = padded_exports(plans, topology)
     if cost.late_replicas:
         share = exports / (exports + topology.replica_slots)
         return share * fetch_time(layer_plans, topology, cost).max()
     if cost.host_slots:
         rest, _ = _without_host(plans, topology, cost.host_slots)
         share = jnp.asarray(cost.weights_share, jnp.float32)
-        exports = share * _padded_exports(rest, topology) + (1 - share) * exports
+        exports = share * padded_exports(rest, topology) + (1 - share) * exports
     return _padded_time(exports, topology, cost, 1.0)
 
 
-def _padded_exports(plans: LayerPlan, topology: Topology) -> Float[jax.Array, ""]:
+def padded_exports(plans: LayerPlan, topology: Topology) -> Float[jax.Array, ""]:
     """Return the number of experts that every rank exports in a padded fetch: that of the fullest rank, made even."""
     exports = jax.vmap(jax.vmap(lambda plan: exported_slots(plan, topology).sum(1, dtype=jnp.int32).max()))
     return jnp.ceil(exports(plans).max() / 2) * 2

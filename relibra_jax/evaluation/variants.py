@@ -82,7 +82,7 @@ def ablation() -> dict[str, PlannerEntry]:
             "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
         ),
         "splits over fixed places": _variant(
-            "EPLB's replicas of the whole batch, with the best token split in each micro-batch",
+            "EPLB's replicas of all micro-batches, at most eight at a time, with the best token split in each",
             replicate=replicate_with_fixed_places,
         ),
         "eplb": PLANNERS["eplb"],

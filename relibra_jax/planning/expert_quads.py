@@ -120,6 +120,7 @@ def search_quads(
         share=members(problem.share).sum(1),
         moves=members(problem.moves).sum(1),
         tokens=any_of(problem.tokens),
+        judge=None,
     )
     in_turn = jnp.arange(quads, dtype=jnp.int32)[:, None] % problem.num_nodes
     first_node = jnp.broadcast_to(in_turn, (quads, start.shape[1]))

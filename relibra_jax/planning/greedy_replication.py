@@ -44,7 +44,7 @@ def replicate_domain(
     min_tokens: int = 1,
     tile: int = 1,
     exact: bool = False,
-    exports: int | None = None,
+    exports: Int[Array, ""] | int | None = None,
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Choose replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
 
@@ -181,7 +181,7 @@ def _fill(
     whole: Int[jax.Array, "P H"],
     slots: int,
     least: int,
-    exports: int | None,
+    exports: Int[Array, ""] | int | None,
 ) -> _Filling:
     """Fill ranks that lack tiles from the experts of ranks that have too many.
 

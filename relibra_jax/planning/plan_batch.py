@@ -158,8 +158,8 @@ def plan_batch(
             stage, if the samples of a stage are not consecutive samples of the batch, if loads are predicted for a
             planner without ``uses_predictions``, if an assignment or ``start`` does not fit the topology, if an
             assignment does not have every sample once, if ``state`` is not the planner's, if ``cost`` does not have one
-            entry per stage, has stages that differ in path or striping, or has a negative price, if ``rounds`` is
-            negative, if int32 cannot hold a count, if routes do not belong to the counts
+            entry per stage, has stages that differ in path, striping or the nodes of replicas, or has a negative price,
+            if ``rounds`` is negative, if int32 cannot hold a count, if routes do not belong to the counts
             (`relibra_jax.planning.batch.check_routes`), or if the planner or ``assign`` rejects its input.
 
     >>> import numpy as np

@@ -2,7 +2,7 @@
 
 A padded fetch takes as long as the rank that exports the most experts in any layer and micro-batch, and its buffers
 hold an even number of them. So where attention does not hide the fetch, replicas are planned with at most `FEW_EXPORTS`
-exports from every rank too. On other nodes, every number of slots for visitors
+exports from every rank too, unless the request limits them itself. On other nodes, every number of slots for visitors
 (`relibra_jax.planning.visiting_replicas`) is planned, and each layer takes the one with the least modelled time in each
 micro-batch.
 """
@@ -75,9 +75,10 @@ def replicate_for_time(
 @functools.partial(jax.jit, static_argnames=("topology", "min_tokens", "tile", "exact"))
 def _inside(request: PlanRequest, placement: Placement, topology: Topology, **options: Any) -> Plan:
     """Add replicas inside nodes, with few exports if that shortens a padded fetch by more than it lengthens compute."""
-    inside = replicate_experts(request, placement, topology, **options)
+    replicate = functools.partial(replicate_experts, request, placement, topology, **options)
     if request.price.fetches != "padded" or not topology.replica_slots:
-        return inside
+        return replicate()
+    given = jnp.int32(0) if request.exports is None else jnp.asarray(request.exports, jnp.int32)
     attention = request.price.token * _tokens(request).max()
 
     def seconds(plan: Plan) -> tuple[jax.Array, jax.Array]:
@@ -86,14 +87,23 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
         compute = request.price.copy * rank_load(plan).max((2, 3)).sum()
         return jnp.asarray(compute), jnp.maximum(fetch - attention, 0).sum()
 
-    compute, exposed = seconds(inside)
+    def attempt(carry: tuple[Plan, jax.Array, jax.Array, jax.Array]):
+        best, least, number, _ = carry
+        most = jnp.where(given > 0, given, topology.held_slots)
+        plan = replicate(exports=jnp.where(number == 0, most, FEW_EXPORTS))
+        compute, exposed = seconds(plan)
+        better = compute + exposed < least
+        best = jax.tree.map(functools.partial(jnp.where, better), plan, best)
+        return best, jnp.minimum(least, compute + exposed), number + 1, exposed
 
-    def fewer() -> Plan:
-        few = replicate_experts(request, placement, topology, **options, exports=FEW_EXPORTS)
-        better = sum(seconds(few)) < compute + exposed
-        return jax.tree.map(functools.partial(jnp.where, better), few, inside)
+    def remains(carry: tuple[Plan, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        _, _, number, exposed = carry
+        return (number == 0) | ((number == 1) & (given == 0) & (exposed > 0))
 
-    return jax.lax.cond(exposed > 0, fewer, lambda: inside)
+    # One loop compiles replication once.
+    no_plan = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: replicate(exports=jnp.int32(0))))
+    start = (no_plan, jnp.float32(jnp.inf), jnp.int32(0), jnp.zeros((), jnp.float32))
+    return jax.lax.while_loop(remains, attempt, start)[0]
 
 
 @functools.partial(jax.jit, static_argnames="topology")

@@ -31,7 +31,7 @@ def replicate_experts(
     min_tokens: int = 1,
     tile: int = 1,
     exact: bool = False,
-    exports: int | None = None,
+    exports: Int[Array, ""] | int | None = None,
 ) -> Plan:
     """Choose the replicas and the token split of every layer and micro-batch jointly, for given homes.
 
@@ -56,14 +56,16 @@ def replicate_experts(
             at home, so a grouped matrix product has no more partly filled tiles than without replicas.
         exact: whether to bring all ranks of a domain to within one ``tile`` of each other as far as slots allow, at
             the price of more replicas. Otherwise only the largest rank load counts.
-        exports: the most experts of which a rank sends replicas in a layer and micro-batch. None sets no limit.
+        exports: the most experts of which a rank sends replicas in a layer and micro-batch; it may be traced. None
+            sets no limit.
 
     Returns:
         A Plan; unused replica slots are EMPTY.
 
     Raises:
         ValueError: if ``min_tokens``, ``tile`` or ``exports`` is below 1 or does not fit int32, if ``tolerance`` is
-            negative or given with ``exact``, or if the shapes disagree with the topology.
+            negative or given with ``exact``, or if the shapes disagree with the topology; a traced value is not
+            checked.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> request = PlanRequest(jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]))
@@ -73,7 +75,7 @@ def replicate_experts(
     ([[[[[0, 1, -1], [2, 3, 0]]]]], [[[[[40, 10, 0], [6, 4, 40]]]]])
     """
     for name, value in (("min_tokens", min_tokens), ("tile", tile), ("exports", exports)):
-        if value is not None:
+        if value is not None and not isinstance(value, jax.core.Tracer):
             check_integer(name, value, least=1)
     check_not_negative("tolerance", tolerance)
     if exact and tolerance:
@@ -95,7 +97,7 @@ def replicate_experts(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("topology", "across_nodes", "tolerance", "min_tokens", "tile", "exact", "exports"),
+    static_argnames=("topology", "across_nodes", "tolerance", "min_tokens", "tile", "exact"),
 )
 def _replicate(
     request: PlanRequest,
@@ -107,7 +109,7 @@ def _replicate(
     min_tokens: int,
     tile: int,
     exact: bool,
-    exports: int | None,
+    exports: Int[Array, ""] | int | None,
 ) -> Plan:
     replicate = functools.partial(
         replicate_domain,

@@ -6,7 +6,8 @@ residents. The planner sees the micro-batches of all stages concatenated along M
 ``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
 
 The rounds add replicas to the priced micro-batches alone (`relibra_jax.planning.plan_price.priced_micro_batches`). The
-plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches.
+plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches. No rank sends
+replicas of more experts there than in the priced ones, because a padded fetch is as long as the longest.
 """
 
 import dataclasses
@@ -23,11 +24,13 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
 from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
-from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology, layer_plans
+from relibra_jax.cost.copies import padded_exports
 from relibra_jax.planning.assignment import Assign, nodes_as_ranks, with_positions
 from relibra_jax.planning.batch import Batch
 from relibra_jax.planning.plan_price import StagePrice, price_stages, priced_micro_batches
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
+from relibra_jax.planning.replicate_for_time import FEW_EXPORTS
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.routes import Routes, place_routes
 from relibra_jax.planning.visit_estimates import tokens_of_ranks
@@ -130,7 +133,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     count, size = len(no_plan.quota), len(no_plan.quota) if is_planned else len(priced)
     stop = rounds + 1 + len(trials)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
-    nothing = _Best(starts, blank, problem.state, worst)
+    nothing = _Best(starts, blank, problem.state, worst, jnp.int32(0))
 
     def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
         best, merged, latest, whole_plan = carry
@@ -152,6 +155,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
             None if size == count else jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), priced)
         )
         request = _request(problem, assignments, numbers)
+        request = request._replace(exports=jnp.where(ends, best.exports, 0))
         whole = (lambda: request) if numbers is None else functools.partial(_request, problem, assignments)
         search = functools.partial(_choose, problem, whole, start)
         if trial is None:
@@ -165,7 +169,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
         plan = _plan_choice(problem, request, choice)
         compute_price = functools.partial(_price, problem, assignments, request, plan)
         price = jax.lax.cond(ends, lambda: worst, compute_price)
-        new = _Best(assignments, choice, state, price)
+        new = _Best(assignments, choice, state, price, _most_exports(problem, request, plan))
         if trial is not None:
             merged = _merge(new, best, merged, trial, tries)
         cheaper = price.total < best.price.total
@@ -180,6 +184,15 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     best, _, _, plan = jax.lax.fori_loop(first, end, body, carry)
     plan = best.choice if isinstance(best.choice, Plan) else plan
     return _in_stages(best.assignments, _request(problem, best.assignments).load, plan), best.state
+
+
+def _most_exports(problem: Problem, request: PlanRequest, plan: Plan) -> Int[jax.Array, ""]:
+    """Return the exports of a plan, at least those of the shortest fetch; 0 if they are free, or of no effect."""
+    topology = problem.topology
+    if not problem.planner.takes_homes or problem.prices[0].fetches != "padded":
+        return jnp.int32(0)
+    exports = padded_exports(layer_plans(plan, request.load), topology)
+    return jnp.maximum(exports.astype(jnp.int32), FEW_EXPORTS)
 
 
 def _write_part(whole: Plan, part: Plan, begin: Int[Array, ""]) -> Plan:
@@ -280,6 +293,8 @@ class _Best(NamedTuple):
     choice: _Choice
     state: Any
     price: StagePrice
+    exports: Int[jax.Array, ""]
+    """The most experts of which a rank sends replicas in a priced layer and micro-batch, as a padded fetch counts."""
 
 
 class _Merged(NamedTuple):

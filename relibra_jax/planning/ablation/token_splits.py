@@ -53,7 +53,7 @@ def replicate_with_eplb_places(request: PlanRequest, placement: Placement, topol
 
 
 def replicate_with_fixed_places(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
-    """Place replicas once a batch by EPLB's rule, and split the tokens of each micro-batch as well as they allow.
+    """Place replicas once for all micro-batches of a request by EPLB's rule, and split tokens as well as they allow.
 
     No domain is more imbalanced than it would be without replicas.
 
