@@ -141,3 +141,17 @@ def test_visits_of_experts_at_home_are_those_of_the_routes():
         np.testing.assert_allclose(visits[m, :, 2 * node, 1 - node] * 2, crossing, rtol=0.02)
     independent = np.asarray(estimate_visits(plan, load, tokens, None, TOPOLOGY, even=True))
     np.testing.assert_allclose(independent.sum(), visits.sum(), rtol=0.1)
+
+
+def test_prices_of_64_bits_give_the_same_plan():
+    """The loop over lengths of a padded fetch carries float32, whatever the dtype of prices."""
+    model = dataclasses.replace(MODELS["qwen3-30b-a3b"], num_experts=8, top_k=TOP_K)
+    price = CostModel(cluster=CLUSTERS["h100"], model=model).price(TOPOLOGY)
+    load, tokens, routes = routed()
+    request = PlanRequest(load, routes, price=price, tokens=tokens)
+    expected = replicate(request, placement_of(TOPOLOGY), TOPOLOGY)
+    with jax.enable_x64(True):
+        wide = request._replace(price=jax.tree.map(np.float64, price))
+        plan = replicate(wide, placement_of(TOPOLOGY), TOPOLOGY)
+    np.testing.assert_array_equal(plan.quota, expected.quota)
+    assert plan.quota.dtype == np.int32

@@ -90,7 +90,8 @@ class PlanRequest(NamedTuple):
 
     exports: Int[Array, ""] | None = None
     """The most experts of which a rank may send replicas in a layer and micro-batch. None or 0 leaves it to the
-    planner. `relibra_jax.plan_batch` sets it for the parts of a batch, so that all fit the fetch that was priced."""
+    planner. `relibra_jax.plan_batch` sets it for the parts of a batch, so that replicas inside nodes fit the padded
+    fetch that was priced."""
 
     @property
     def by_expert(self) -> Int[jax.Array, "M L E"]:
@@ -174,9 +175,9 @@ class Planner(NamedTuple):
     """The second half: adds replicas to homes and residents. A planner with both halves keeps its homes in a field
     ``home`` of its state, a NamedTuple, and can start from ``request.start``. Where transfers are paid for or samples
     assigned, `relibra_jax.plan_batch` calls the halves in place of ``update``, so they must give the same plan; it
-    adds replicas to many micro-batches in parts, so ``replicate`` may not choose them by the sum of a batch. Where
-    transfers are paid for, it never returns a plan that costs more than to leave the experts where they are. None for
-    planners that are run as they are, such as baselines."""
+    adds replicas to many micro-batches in parts, so a request may have a part of a batch. Where transfers are paid for,
+    it never returns a plan that costs more than to leave the experts where they are. None for planners that are run as
+    they are, such as baselines."""
     serves: Serves | None = None
     """The number of batches among which the price of moves is divided where plans are compared. None for 1. A planner
     with it keeps a `relibra_jax.planning.horizon.History` in a field ``history`` of its state."""

@@ -85,14 +85,15 @@ def _inside(request: PlanRequest, placement: Placement, topology: Topology, **op
         """Return the seconds of compute and of the fetch that attention does not hide."""
         fetch = fetch_time(layer_plans(plan, request.load), topology, request.price).max((2, 3))
         compute = request.price.copy * rank_load(plan).max((2, 3)).sum()
-        return jnp.asarray(compute), jnp.maximum(fetch - attention, 0).sum()
+        exposed = jnp.maximum(fetch - attention, 0).sum()
+        return jnp.asarray(compute, jnp.float32), exposed.astype(jnp.float32)
 
     def attempt(carry: tuple[Plan, jax.Array, jax.Array, jax.Array]):
         best, least, number, _ = carry
         most = jnp.where(given > 0, given, topology.held_slots)
         plan = replicate(exports=jnp.where(number == 0, most, FEW_EXPORTS))
         compute, exposed = seconds(plan)
-        better = compute + exposed < least
+        better = (number == 0) | (compute + exposed < least)
         best = jax.tree.map(functools.partial(jnp.where, better), plan, best)
         return best, jnp.minimum(least, compute + exposed), number + 1, exposed
 

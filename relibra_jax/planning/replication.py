@@ -56,7 +56,7 @@ def replicate_experts(
             at home, so a grouped matrix product has no more partly filled tiles than without replicas.
         exact: whether to bring all ranks of a domain to within one ``tile`` of each other as far as slots allow, at
             the price of more replicas. Otherwise only the largest rank load counts.
-        exports: the most experts of which a rank sends replicas in a layer and micro-batch; it may be traced. None
+        exports: the most experts of which a rank sends replicas in a layer and micro-batch; it may be an array. None
             sets no limit.
 
     Returns:
@@ -64,8 +64,7 @@ def replicate_experts(
 
     Raises:
         ValueError: if ``min_tokens``, ``tile`` or ``exports`` is below 1 or does not fit int32, if ``tolerance`` is
-            negative or given with ``exact``, or if the shapes disagree with the topology; a traced value is not
-            checked.
+            negative or given with ``exact``, or if the shapes disagree with the topology; an array is not checked.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> request = PlanRequest(jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]))
@@ -75,7 +74,7 @@ def replicate_experts(
     ([[[[[0, 1, -1], [2, 3, 0]]]]], [[[[[40, 10, 0], [6, 4, 40]]]]])
     """
     for name, value in (("min_tokens", min_tokens), ("tile", tile), ("exports", exports)):
-        if value is not None and not isinstance(value, jax.core.Tracer):
+        if value is not None and not isinstance(value, jax.Array):
             check_integer(name, value, least=1)
     check_not_negative("tolerance", tolerance)
     if exact and tolerance:

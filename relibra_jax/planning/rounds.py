@@ -6,8 +6,8 @@ residents. The planner sees the micro-batches of all stages concatenated along M
 ``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
 
 The rounds add replicas to the priced micro-batches alone (`relibra_jax.planning.plan_price.priced_micro_batches`). The
-plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches. No rank sends
-replicas of more experts there than in the priced ones, because a padded fetch is as long as the longest.
+plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches. There no
+rank sends replicas of more experts inside its node than in the priced ones: a padded fetch is as long as the longest.
 """
 
 import dataclasses
