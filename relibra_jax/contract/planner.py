@@ -87,7 +87,6 @@ class PlanRequest(NamedTuple):
     predicted: Float[Array, "M L E"] | None = None
     """The loads that a predictor expects, of which only the proportions count; given only to planners with
     ``uses_predictions``. They plan from these in place of the true loads, and the quotas still sum to ``load``."""
-
     exports: Int[Array, ""] | None = None
     """The most experts of which a rank may send replicas in a layer and micro-batch. None or 0 leaves it to the
     planner. `relibra_jax.plan_batch` sets it for the parts of a batch, so that replicas inside nodes fit the padded

@@ -68,16 +68,16 @@ def replicate_domain(
     )
     start = load.sum(1, dtype=jnp.int32)
 
-    def attempt(best: _Filled, tiles: Int[jax.Array, " P"]) -> tuple[_Filled, Int[jax.Array, ""]]:
+    def attempt(best: _Attempt, tiles: Int[jax.Array, " P"]) -> tuple[_Attempt, Int[jax.Array, ""]]:
         """Fill ranks with ``tiles``; return the better of that and ``best``, and its own largest rank load."""
         filled = fill(tiles)
         rank_load = start + tile * (tiles - filled.missing)
         top = rank_load.max()
         price = -rank_load.min() if exact else (filled.tiles > 0).sum(dtype=jnp.int32)
         better = (top < best.top) | ((top == best.top) & (price < best.price))
-        return jax.tree.map(functools.partial(jnp.where, better), _Filled(filled, top, price), best), top
+        return jax.tree.map(functools.partial(jnp.where, better), _Attempt(filled, top, price), best), top
 
-    def loosen(best: _Filled, allowed: Int[jax.Array, ""]) -> _Filled:
+    def loosen(best: _Attempt, allowed: Int[jax.Array, ""]) -> _Attempt:
         """Fill ranks only up to ``allowed`` if that takes fewer replicas."""
         looser, top = attempt(best._replace(top=jnp.int32(_MAX)), (allowed - start) // tile)
         better = (top <= allowed) & (looser.price < best.price)
@@ -94,7 +94,7 @@ def replicate_domain(
         return (number < ROUNDS) & (best.top - bound > jnp.where(number == 0, 0, 1))
 
     nothing = _Filling.of_no_tiles(jnp.zeros_like(start), load, replica_slots)
-    best = _Filled(nothing, start.max(), -start.min() if exact else jnp.int32(0))
+    best = _Attempt(nothing, start.max(), -start.min() if exact else jnp.int32(0))
     bound = least_top_load(load, replica_slots=replica_slots)
     if exact or tile > 1:
         fair = _fair_tiles(start, tile)
@@ -164,8 +164,8 @@ class _Filling(NamedTuple):
         return cls(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
 
 
-class _Filled(NamedTuple):
-    """Filled ranks, and the quality of their plan."""
+class _Attempt(NamedTuple):
+    """What filling ranks gives, and the quality of the plan."""
 
     filling: _Filling
     top: Int[jax.Array, ""]

@@ -375,11 +375,8 @@ def _request(
         routes = _place_in_stages(batch.routes, assignments, problem.samples)
     if numbers is not None:
         if routes is not None:
-            place = (
-                jnp.full(len(together.sample), EMPTY, jnp.int32)
-                .at[numbers]
-                .set(jnp.arange(len(numbers), dtype=jnp.int32))
-            )
+            in_turn = jnp.arange(len(numbers), dtype=jnp.int32)
+            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(in_turn)
             number = jnp.where(routes.micro_batch == EMPTY, EMPTY, place[routes.micro_batch])
             routes = routes._replace(micro_batch=number, rank=jnp.where(number == EMPTY, EMPTY, routes.rank))
         together = Assignment(together.sample[numbers])
