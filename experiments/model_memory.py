@@ -90,6 +90,7 @@ def _smaller(sizes: RunSizes) -> dict[str, RunSizes]:
         "shard_dense=True": replace(shard_dense=True),
         "batch_memory=pinned_host": replace(batch_memory=HOST),
         "state_memory=pinned_host": replace(state_memory=HOST),
+        "gather_once=False": replace(gather_once=False),
         "activation_memory=pinned_host": replace(
             config=dataclasses.replace(sizes.config, activation_memory=HOST)
         ),

@@ -89,6 +89,8 @@ class RunSizes:
     """The expert-parallel group with its replica and resident slots."""
     fsdp: int = 1
     """The number of copies of the group over which experts are sharded. Data-parallel copies change nothing."""
+    gather_once: bool = False
+    """Whether experts are gathered over ``fsdp`` once an update or recompute."""
     shard_dense: bool = False
     """Whether all other parameters are sharded over the ranks of the group and ``fsdp``."""
     moments: str = "float32"
@@ -236,7 +238,9 @@ def _update_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     layers = 1 if config.activation_memory == HOST else config.layers
     tables = config.moe_layers * (TABLE_BYTES * arrays.rows + tokens * config.top_k)
     return {
-        "sum of gradients": 4 * rank_parameters(sizes).all,
+        # Whole totals of experts in place of the rank's part.
+        "sum of gradients": 4 * (rank_parameters(sizes).all + _gathered(sizes) * (1 - 1 / sizes.fsdp)),
+        "gathered experts": arrays.width * _gathered(sizes),
         "residents": kept + 4 * kept / arrays.width,
         "layer inputs": layers * arrays.hidden,
         "tables, routes and targets": _at_once(sizes) * (tables + arrays.target * tokens),
@@ -269,6 +273,7 @@ def _recompute_items(sizes: RunSizes, arrays: _Arrays, rows: int | float) -> Ite
     loss = larger * RECOMPUTE_ARRAYS * arrays.hidden + arrays.logits + arrays.width * arrays.vocabulary
     tables = _update_items(sizes, arrays)["tables, routes and targets"]
     return {
+        "gathered experts": arrays.width * _gathered(sizes),
         "residents": sizes.topology.resident_slots * sizes.config.moe_layers * arrays.expert,
         "tables, routes and targets": tables * (larger if _at_once(sizes) == 1 else 1),
         "arrays of a layer or of the loss": max(layer, loss),
@@ -286,10 +291,20 @@ def _live_items(sizes: RunSizes, arrays: _Arrays) -> Items:
     }
 
 
+def _gathered(sizes: RunSizes) -> int:
+    """Return the number of parameters of experts that are gathered once; 0 if layers gather them."""
+    return _whole_experts(sizes) if sizes.gather_once and sizes.fsdp > 1 else 0
+
+
+def _whole_experts(sizes: RunSizes) -> int:
+    """Return the number of parameters of a rank's whole experts."""
+    return sizes.config.moe_layers * sizes.topology.home_slots * sizes.config.expert_size
+
+
 def _generation_items(sizes: RunSizes) -> dict[str, Items]:
     config, topology = sizes.config, sizes.topology
     wave = Wave(sizes.samples, sizes.columns, sizes.prompt_tokens, sizes.responses, sizes.chunk_tokens)
-    experts = config.moe_layers * topology.home_slots * config.expert_size // sizes.fsdp
+    experts = _whole_experts(sizes) // sizes.fsdp
     gathered = GatheredWeights(
         layer=rank_parameters(sizes).layer,
         embedding=config.width * config.vocabulary if sizes.shard_dense else 0,

@@ -10,8 +10,10 @@ out:
     dense      it prices one sum of float32 gradients an update, 8 bytes a parameter. The program sends dense gradients
                in every micro-batch, those of experts over data-parallel groups once an update, and sharded parameters
                are gathered in both passes, in the dtype of the computation
-    fsdp       experts that are sharded over copies, gathered and scattered in the same way. Of a resident, each copy
-               sends its part; the cost model prices whole experts, so what it prices is divided among the copies here
+
+Experts that are sharded over copies are priced by `relibra_jax.cost.group_exchange`, which is not part of the price of
+plans. Of a resident, each copy sends its part; the cost model prices whole experts, so what it prices is divided among
+the copies here.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ from experiments.aot.bytes import Axes, Sent
 from experiments.model_memory import num_parameters
 from experiments.rl.devices import FSDP
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.group_exchange import group_exchange_time
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.execution import ExpertParallel
@@ -30,7 +33,7 @@ from relibra_jax.models import ModelConfig
 
 NO_TIME: Final = 1e30
 """A speed at which bytes and operations take no time."""
-PRICED: Final = ("tokens", "replicas", "residents")
+PRICED: Final = ("tokens", "replicas", "residents", "experts")
 """The contents that the cost model prices as they run."""
 LEAST: Final = 0.99
 MOST: Final = 1.26
@@ -74,7 +77,9 @@ def compare_bytes(
     for (content, axes), size in sent.items():
         # The returned gradients of groups are summed over them once an update, like those of other experts.
         moved = content in ("push", "return")
-        name = "dense" if moved and axes == "data" else "residents" if moved else content
+        name: str = "dense" if moved and axes == "data" else "residents" if moved else content
+        # Dense parameters are sharded over copies only together with ranks, or not at all.
+        name = "experts" if content == "dense" and axes == FSDP else name
         joined[name, axes] = joined.get((name, axes), 0) + size
     priced = priced_bytes(config, parallel, tokens=tokens, micro_batches=micro_batches, updates=updates)
     keys = sorted({*joined, *priced})
@@ -122,6 +127,18 @@ def priced_bytes(
         priced["residents", "node"] = across.push * sizes.push.pair * (nodes - 1) / local / copies
     if updates:
         priced["dense", "all"] = config.moe_layers * (across.update + inside.update)
+    if FSDP in parallel.mesh.shape:
+        experts_alone = CostModel(
+            cluster=_bytes_of("slow"),
+            model=dataclasses.replace(_sizes(config), attention_params=0, vocabulary=0),
+            compute_bytes=jnp.dtype(config.dtype).itemsize,
+            shards=parallel.mesh.shape[FSDP],
+            updates=updates,
+            recompute=not updates,
+        )
+        priced["experts", FSDP] = config.moe_layers * group_exchange_time(
+            experts_alone, topology, micro_batches=micro_batches, gather_once=parallel.gather_once
+        )
     return {key: float(size) for key, size in priced.items()}
 
 

@@ -48,6 +48,8 @@ class Whole:
     """The number of data-parallel copies of the group."""
     fsdp: int = 1
     """The number of further copies, over which experts are sharded along the model width."""
+    gather_once: bool = False
+    """Whether experts are gathered over ``fsdp`` once, and not in every micro-batch."""
     shard_dense: bool = False
     """Whether dense parameters are sharded over the ranks of a group and ``fsdp``."""
     moments: str = "float32"
@@ -138,6 +140,7 @@ def cluster_of(setting: Whole) -> Cluster:
         topology=topology,
         capacities=None if setting.live else capacities_of(config, topology, setting.tokens),
         across_nodes=False,
+        gather_once=setting.gather_once,
         implementation="mosaic",
         attention_implementation="triton",
     )
@@ -178,6 +181,7 @@ def sizes_of(setting: Whole) -> RunSizes:
         config=config,
         topology=topology_of(setting, config),
         fsdp=setting.fsdp,
+        gather_once=setting.gather_once,
         shard_dense=setting.shard_dense,
         moments=setting.moments,
         micro_batches=setting.micro_batches,

@@ -133,6 +133,9 @@ class Train:
     fsdp: int = 1
     """The number of further copies of the group, over which every expert is sharded along the model width.
     A run has data x fsdp x nodes x ranks_per_node devices."""
+    gather_once: bool = False
+    """Whether the experts of a group are gathered over ``fsdp`` once an update, and not in every micro-batch.
+    A rank then holds them whole, with their gradients: 6 bytes for each of their parameters in bfloat16."""
     shard_dense: bool = False
     """Whether everything but experts is sharded too, over the ranks of a group and ``fsdp``, and not on every rank.
     Layers then gather it before they use it."""
@@ -375,6 +378,8 @@ class Train:
                 )
         if self.model_config.width % self.fsdp:
             raise ValueError(f"fsdp={self.fsdp} must divide the model's width {self.model_config.width}")
+        if self.gather_once and self.fsdp == 1:
+            raise ValueError("gather_once=True needs fsdp of at least 2: experts are whole with fsdp=1")
         if self.wave_samples is not None:
             check_wave(self.wave_samples, ranks)
         if self.split_samples and not self.pack_sequences:

@@ -27,6 +27,7 @@ from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.cost.batch_time import BatchTime
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.group_exchange import group_exchange_time
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.models import ModelConfig
@@ -151,7 +152,7 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
         rows=_rows(planned, config, stretch),
         phases={
             name: jax.tree.map(lambda seconds: share * seconds, times)
-            for name, times in _phases(planned, config).items()
+            for name, times in (_phases(planned, config) | _between_copies(planned, config)).items()
         },
         seconds=planned.seconds,
     )
@@ -222,6 +223,29 @@ def _phases(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
         recompute = [model(number, updates=0) for number in stages["recompute"]]
         phases["recompute"] = _repeated(recompute, passes)
     return phases
+
+
+def _between_copies(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
+    """Model the seconds in which copies of the group exchange weights and gradients of the planned layers in a step."""
+    copies = config.data * config.fsdp
+    if planned.cost is None or copies == 1:
+        return {}
+    cost = dataclasses.replace(planned.cost, shards=config.fsdp, data_parallel=copies)
+    topology, passes = planned.parallel.topology, config.recomputes - config.recomputes_live
+
+    def seconds(micro_batches: int, updates: int) -> float:
+        of_pass = dataclasses.replace(cost, updates=updates, recompute=not updates)
+        return group_exchange_time(
+            of_pass, topology, micro_batches=micro_batches, gather_once=config.gather_once
+        )
+
+    total = config.epochs * seconds(config.updates * config.micro_batches, config.updates)
+    if passes:
+        total += passes * seconds(config.recompute_micro_batches or config.updates * config.micro_batches, 0)
+    layers = planned.batch.sample_load.shape[1]
+    nothing = jnp.zeros(())
+    time = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + layers * total)
+    return {"weights and gradients between copies": ModelledTimes(time, time, time)}
 
 
 def _only_moves(time: BatchTime, *, moves: bool) -> BatchTime:

@@ -220,6 +220,7 @@ def make_balancer(
         chunk_tokens=config.chunk_tokens,
         across_nodes=config.planner_entry.across_nodes or None,
         late_replicas=config.planner_entry.late_replicas,
+        gather_once=config.gather_once,
         check_rows=True,
     )
     return Balancer(
@@ -253,6 +254,7 @@ def run_sizes(config: Train) -> RunSizes:
         config=config.model_config,
         topology=config.topology,
         fsdp=config.fsdp,
+        gather_once=config.gather_once,
         shard_dense=config.shard_dense,
         moments=config.moments,
         updates=config.updates,

@@ -29,6 +29,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput, token_log_probs, token_log_probs_and_entropies
 from relibra_jax.nnx import PreparedBatch, SequencePacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
+from relibra_jax.nnx.group_totals import gather_experts
 from relibra_jax.nnx.host_state import apply_gradients, on_device
 
 
@@ -131,6 +132,7 @@ def recompute(
         The log-probabilities, and the counts of what ran.
     """
     graph, state = nnx.split(agent)
+    state = gather_experts(state, batch.parallel)
 
     def run_micro_batch(_, number):
         one, layers = take((samples, batch.layers()), number)

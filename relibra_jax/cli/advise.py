@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.cli.advice_figure import draw_advice
+from relibra_jax.cli.group_table import COLUMNS as GROUP_COLUMNS
+from relibra_jax.cli.group_table import group_numbers, group_table
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.predictor_table import (
     COLUMNS,
@@ -30,6 +32,7 @@ from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.types import Topology
 from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting
 from relibra_jax.evaluation.advice import STEPS, Advice, best_slots, over_skew, over_tokens, price
+from relibra_jax.evaluation.group_sizes import group_setting, price_groups, smaller_groups, strategies_of
 from relibra_jax.evaluation.predictor_prices import price_predictors
 from relibra_jax.evaluation.predictors import make_predictors
 from relibra_jax.evaluation.strategies import strategies
@@ -44,8 +47,8 @@ TABLE_WIDTH: Final = 96
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advise:
-    """Find the balancing strategy that pays most on a trace, the sizes and skews from which balancing pays, and what
-    predictors of the loads gain against replay."""
+    """Find the balancing strategy that pays most on a trace, the sizes and skews from which balancing pays, whether
+    groups of fewer nodes are faster, and what predictors of the loads gain against replay."""
 
     trace: TraceName = None
     """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
@@ -72,7 +75,7 @@ def run_advise(options: Advise, console: Console) -> None:
     """Compute the modelled time of every strategy, print the results, and write the figure and the numbers.
 
     It prints a table of the strategies, the best one that fits the memory, and the thresholds where balancing pays;
-    then a table of the predictors of loads.
+    then a table of groups of fewer nodes, if there are any, and one of the predictors of loads.
 
     Args:
         options: the trace, the settings, the slots to try, and the folder to write to.
@@ -110,6 +113,14 @@ def run_advise(options: Advise, console: Console) -> None:
         sizes = over_tokens(candidates, setting, options.costs.tokens_per_rank, progress=progress)
         flatter = (route_some_evenly(trace, share, seed=options.batching.seed) for share in EVEN_SHARES)
         skews = over_skew(candidates, map(prepare, flatter), progress=progress)
+        groups = price_groups(advice, setting, limit)
+        for nodes in smaller_groups(setting):
+            smaller = group_setting(
+                trace, topology, options.batching, options.costs, whole=setting, nodes=nodes
+            )
+            tried = strategies_of(candidates, nodes)
+            bar.reset(task, description=counted(nodes, "node"), total=len(tried))
+            groups += price_groups(price(tried, smaller, progress=progress), smaller, limit)
         predictors, missing = make_predictors(
             setting.batches, networks, num_experts=trace.num_experts, seed=options.batching.seed
         )
@@ -132,6 +143,9 @@ def run_advise(options: Advise, console: Console) -> None:
         _COLUMNS,
     ):
         console.print(line, highlight=False, soft_wrap=True)
+    if len(groups) > 1:
+        console.print(group_table(groups, limit, width=TABLE_WIDTH), crop=False, soft_wrap=True)
+        console.print(GROUP_COLUMNS, highlight=False, soft_wrap=True)
     table = predictor_table(prices, replica_slots=slots, width=TABLE_WIDTH)
     console.print(table, crop=False, soft_wrap=True)
     for line in (
@@ -143,10 +157,11 @@ def run_advise(options: Advise, console: Console) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "advise.png", options.out / "advise.json"
     draw_advice(figure, advice, sizes, skews, prices, title)
-    report = _report(title, limit, advice, best, sizes, skews)
-    write_json(
-        numbers, report | {"predictors": predictor_numbers(prices, missing, replayed, replica_slots=slots)}
-    )
+    report = _report(title, limit, advice, best, sizes, skews) | {
+        "groups": group_numbers(groups),
+        "predictors": predictor_numbers(prices, missing, replayed, replica_slots=slots),
+    }
+    write_json(numbers, report)
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 

@@ -14,6 +14,7 @@
 `row_prices`        what a row of an exchange costs at least
 `layer_operations`  the operations of one layer of an evenly loaded rank, each with its bytes, launches and seconds
 `hop_rows`          the rows that its hops move
+`group_exchange`    the time in which data-parallel groups exchange weights and gradients
 `memory`            the memory of a rank
 `hardware`          named clusters
 `models`            named models
@@ -22,6 +23,7 @@
 
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.group_exchange import group_exchange_time
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.least_time import LeastTime, least_time
 from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
@@ -43,6 +45,7 @@ __all__ = [
     "balanced_time",
     "batch_time",
     "check_rank_memory",
+    "group_exchange_time",
     "layer_time",
     "least_time",
     "rank_memory",

@@ -237,9 +237,7 @@ class CostModel:
         moved = 2.0 * STATE_BYTES * expert
         move = moved * (1 - 1 / nodes) / slow if nodes > 1 else moved * (1 - 1 / local) / fast
         # The sum of gradients goes over the ranks of each node, then over nodes in equal parts, and back.
-        gradients = (
-            2.0 * ACCUMULATOR_BYTES * (dense + 2.0 * model.width * model.vocabulary / model.moe_layers)
-        )
+        gradients = dense_gradient_bytes(model)
         reduce = gradients * ((1 - 1 / local) / fast + (1 - 1 / nodes) / local / slow)
         # A resident's weight goes out and its gradient comes back. A step of Adam reads and writes its state, and reads
         # the gradient and writes the weight.
@@ -282,6 +280,12 @@ class CostModel:
             host_slots=min(self.host_slots, topology.replica_slots),
             across_nodes=bool(self.across_nodes) and nodes > 1,
         )
+
+
+def dense_gradient_bytes(model: Model) -> float:
+    """Return the bytes of the dense gradients of a layer with its share of embedding and head, there and back."""
+    numbers = model.dense_params + 2.0 * model.width * model.vocabulary / model.moe_layers
+    return 2.0 * ACCUMULATOR_BYTES * numbers
 
 
 def _check_numbers(cluster: Cluster, model: Model) -> None:

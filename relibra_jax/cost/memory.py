@@ -7,6 +7,8 @@ Bytes of every parameter with which a rank computes:
     moments       8  float32, the two of Adam
     accumulators  4  float32 gradients, summed over micro-batches
 
+With ``gather_once`` a rank accumulates the gradients of its whole experts (`relibra_jax.execution.ExpertParallel`).
+
 Residents have weights and accumulators only, both unsharded. Masters, moments and accumulators of homes are divided by
 ``shards``, the number of data-parallel groups over which FSDP or ZeRO shards them. Those of attention and
 shared experts, which all ranks hold, are divided by ``shards`` times the ranks of the group. All layers share one
@@ -51,7 +53,9 @@ class RankMemory(NamedTuple):
 
 
 @checks_arguments
-def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMemory:
+def rank_memory(
+    topology: Topology, model: Model, *, shards: int = 1, gather_once: bool = False
+) -> RankMemory:
     """Compute the memory of a rank in bytes.
 
     Args:
@@ -59,6 +63,7 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
         model: the sizes of the model.
         shards: the number of data-parallel groups over which optimizer state and accumulators are sharded.
             1 for no sharding.
+        gather_once: whether experts are gathered once an update, so that accumulators of homes are not sharded.
 
     Raises:
         ValueError: if ``shards`` is below 1, or if the topology has fewer experts than the model.
@@ -76,8 +81,9 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
     expert = model.moe_layers * model.expert_params
     dense = model.moe_layers * (model.attention_params + 3 * model.width * model.shared_width)
     state = STATE_BYTES + ACCUMULATOR_BYTES
+    own = COMPUTE_BYTES + state / shards + gather_once * ACCUMULATOR_BYTES * (1 - 1 / shards)
     return RankMemory(
-        homes=topology.home_slots * expert * (COMPUTE_BYTES + state / shards),
+        homes=topology.home_slots * expert * own,
         residents=float(topology.resident_slots * expert * (COMPUTE_BYTES + ACCUMULATOR_BYTES)),
         replicas=float(REPLICA_BUFFERS * topology.replica_slots * model.expert_params * COMPUTE_BYTES),
         attention=dense * (COMPUTE_BYTES + state / (shards * topology.num_ranks)),

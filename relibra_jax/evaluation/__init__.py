@@ -16,6 +16,7 @@
 `strategies`        the strategies among which ``relibra advise`` chooses
 `advice`            which strategy pays
 `thresholds`        from which size and skew it pays
+`group_sizes`       what groups of fewer nodes gain
 `predictors`        what systems without replay can know of the loads
 `predictor_prices`  what a prediction gains, and what it costs
 `layer_timeline`    what every rank does in one layer

@@ -116,6 +116,11 @@ class ExpertParallel:
     """Whether replicas may be on different nodes than their experts' homes, so that their fetch runs over all ranks.
     Planners that ignore nodes need True. A `relibra_jax.nnx.Balancer` replaces None: for `relibra_jax.relibra` by True
     if its first batch takes less time so. Layers themselves take None for False."""
+    gather_once: bool = False
+    """Whether experts that are sharded over an FSDP axis are gathered before the first micro-batch of an update
+    (`relibra_jax.nnx.accumulate_gradients`), instead of by every layer in both passes of every micro-batch. Whole
+    weights in the dtype of the computation then lie on every rank, and whole totals of their gradients, which are
+    scattered once."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`. None chooses by the device. With several processes, all of
     them make their settings at the same time, since they agree on what to choose: `pallas_kernels.agree_on_kernels`."""

@@ -20,7 +20,7 @@ from relibra_jax.execution.memory import take
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.dense_sharding import shard_like_dense
-from relibra_jax.nnx.group_totals import sum_groups, total_of_groups
+from relibra_jax.nnx.group_totals import gather_experts, sum_groups, total_of_groups
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import ExpertParam, WithTotal, fsdp_axis_of
 from relibra_jax.support.argument_types import checks_arguments
@@ -62,7 +62,8 @@ def accumulate_gradients(
         step: the optimizer's step number, ``optimizer.step[...]``, required with ``residents``.
         in_place: whether a `relibra_jax.models.LanguageModel` adds the gradients of a layer to their totals where it
             computes them, so that those of a micro-batch take no memory. The gradients of experts are then summed over
-            data-parallel groups once, and not in every micro-batch. The objective must run the model once: after none
+            data-parallel groups once, and not in every micro-batch, and with ``ExpertParallel(gather_once=True)``
+            over an FSDP axis as well. The objective must run the model once: after none
             or several runs the gradients of embedding, output head and last norm are NaN.
 
     Returns:
@@ -81,7 +82,8 @@ def accumulate_gradients(
         raise ValueError("residents were given without step: pass step=optimizer.step[...]")
     else:
         residents = residents.at(step)
-    paths, variables = zip(*nnx.to_flat_state(params), strict=True)
+    paths, stored = zip(*nnx.to_flat_state(params), strict=True)
+    variables = gather_experts(list(stored), batch.parallel)
     values = [variable.get_raw_value() for variable in variables]
     adds = [in_place and variable.get_metadata("adds_gradients", False) for variable in variables]
     if residents is not None:
@@ -128,7 +130,7 @@ def accumulate_gradients(
     totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)
     summed = (
         variable.replace(sum_groups(total, variable, batch.parallel))
-        for variable, total in zip(variables, totals, strict=False)
+        for variable, total in zip(stored, totals, strict=False)
     )
     gradients = nnx.from_flat_state(list(zip(paths, summed, strict=True)))
     if residents is not None:

@@ -1,22 +1,57 @@
-"""Totals of the experts' gradients, one for each data-parallel group, which are summed once an update.
+"""What data-parallel groups exchange once an update instead of in every micro-batch: gradients of experts, and weights.
 
 Groups have the same experts, so their gradients must be summed. A sum in every micro-batch would send the gradients of
 all experts of a rank as often, in the dtype of the computation: 14 GB for Qwen3-235B-A22B over 4 x 8 ranks. So the
 backward pass adds a group's gradients to a total of its own, which takes no more memory, and one sum in float32 follows
 the last micro-batch. It sends as many bytes as two sums in bfloat16, so an update of one micro-batch sends more.
 
-The gradients of all other parameters are summed as they come (`relibra_jax.nnx.dense_sharding`). So are those of
-experts over the FSDP axis, because a rank stores only its part of their total.
+The gradients of all other parameters are summed as they come (`relibra_jax.nnx.dense_sharding`).
+
+Experts may also be sharded over groups, along an FSDP axis. Then every layer gathers them in every micro-batch, and
+their gradients are scattered as they come, because a rank stores only its part of their total: three exchanges in the
+dtype of the computation. With ``ExpertParallel(gather_once=True)`` they are gathered before the first micro-batch.
+Groups then have whole weights and totals of their own, 6 bytes for each parameter in bfloat16, and the sum over groups
+leaves each with its part.
+
+Source: ZeRO (S. Rajbhandari et al., arXiv:1910.02054), whose third stage gathers parameters where they are used, and
+whose first stage shards only the state of the optimizer.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.variables import AXES, ExpertParam, fsdp_axis_of
+
+
+def gather_experts[T](state: T, parallel: ExpertParallel) -> T:
+    """Gather the experts that are sharded over an FSDP axis, in the dtype of the computation.
+
+    Args:
+        state: a tree of variables, such as the state of a module.
+        parallel: the execution settings. Without ``gather_once`` the tree stays as it is.
+
+    Returns:
+        The tree with whole experts, whose metadata have no FSDP axis. Other variables are as they were.
+    """
+    if not parallel.gather_once:
+        return state
+
+    def gather(variable: nnx.Variable) -> nnx.Variable:
+        if not isinstance(variable, ExpertParam) or fsdp_axis_of(variable) is None:
+            return variable
+        value, dtype = variable.get_raw_value(), variable.get_metadata("compute_dtype", None)
+        value = value if dtype is None else value.astype(dtype)
+        stored = _sharding(parallel.mesh, value.ndim - AXES, fsdp_axis=fsdp_axis_of(variable))
+        whole = _sharding(parallel.mesh, value.ndim - AXES)
+        value = jax.lax.with_sharding_constraint(value, stored)  # the cast stays before the exchange
+        value = jax.lax.with_sharding_constraint(value, whole)
+        return variable.replace(value, out_sharding=tuple(whole.spec))
+
+    return jax.tree.map(gather, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def total_of_groups(variable: nnx.Variable, parallel: ExpertParallel) -> jax.Array:
@@ -36,8 +71,8 @@ def total_of_groups(variable: nnx.Variable, parallel: ExpertParallel) -> jax.Arr
     lead = value.ndim - AXES
     groups = (1 if name is None else parallel.mesh.shape[name] for name in names)
     zeros = jnp.zeros((*value.shape[:lead], *groups, *value.shape[lead:]), value.dtype)
-    spec = PartitionSpec(*(None,) * lead, *names, *RANKS, None, None, fsdp_axis_of(variable))
-    return jax.lax.with_sharding_constraint(zeros, NamedSharding(parallel.mesh, spec))
+    sharding = _sharding(parallel.mesh, lead, *names, fsdp_axis=fsdp_axis_of(variable))
+    return jax.lax.with_sharding_constraint(zeros, sharding)
 
 
 def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParallel) -> jax.Array:
@@ -45,15 +80,20 @@ def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParalle
 
     Args:
         total: the total that began as `total_of_groups`, or one of another parameter, which is returned.
-        variable: the parameter.
+        variable: the parameter as it is stored, over whose FSDP axis the sum is scattered.
         parallel: the mesh with its groups.
     """
     lead = variable.get_raw_value().ndim - AXES
     groups = range(lead, lead + total.ndim - variable.get_raw_value().ndim)
     if not groups:
         return total
-    spec = PartitionSpec(*(None,) * lead, *RANKS, None, None, fsdp_axis_of(variable))
-    return jax.lax.with_sharding_constraint(total.sum(tuple(groups)), NamedSharding(parallel.mesh, spec))
+    sharding = _sharding(parallel.mesh, lead, fsdp_axis=fsdp_axis_of(variable))
+    return jax.lax.with_sharding_constraint(total.sum(tuple(groups)), sharding)
+
+
+def _sharding(mesh: Mesh, lead: int, *groups: str | None, fsdp_axis: str | None = None) -> NamedSharding:
+    """Return the sharding of expert weights or totals, with ``lead`` axes that are not sharded before the groups."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * lead, *groups, *RANKS, None, None, fsdp_axis))
 
 
 def _summed_axes(variable: nnx.Variable, parallel: ExpertParallel) -> tuple[str | None, ...]:
