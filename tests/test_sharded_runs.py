@@ -2,6 +2,7 @@
 
 With training state in host memory they learn the same, bit for bit."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from support.runs import SIZES, SMALL
 
+from experiments.aot.bytes import count_by_kind
+from experiments.aot.findings import read_compiled
 from experiments.rl.configs import Train
 from experiments.rl.stages import prepare_live
 from experiments.rl.step import TrainingBatch, recompute, update
@@ -20,7 +23,7 @@ from experiments.rl.trainer import Trainer
 from relibra_jax.evaluation import Ranks
 from relibra_jax.execution.memory import HOST, to_host
 from relibra_jax.models import pretrained_tensors
-from relibra_jax.nnx import ExpertParam
+from relibra_jax.nnx import ExpertParam, PreparedBatch
 from relibra_jax.nnx.host_state import is_training_state, on_device
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
@@ -56,8 +59,10 @@ def is_learned(name):
     return not name.startswith(("speed/", "time/"))
 
 
-def test_run_over_copies_with_sharded_dense_parameters_learns_the_same():
-    (one, of_one), (several, of_several) = trained(False), trained(True)
+@pytest.mark.parametrize("gather_once", [False, True])
+def test_run_over_copies_with_sharded_dense_parameters_learns_the_same(gather_once):
+    changes = {"gather_once": True} if gather_once else {}
+    (one, of_one), (several, of_several) = trained(False), trained(True, **changes)
     for before, after in zip(of_one[:2], of_several[:2], strict=True):
         assert after["warmup/loss"] == pytest.approx(before["warmup/loss"], rel=1e-6)
     assert several.mesh.shape == {"data": 2, "fsdp": 2, "node": 1, "local": 2}
@@ -164,6 +169,40 @@ def test_programs_compute_nothing_in_host_memory():
 def test_samples_that_do_not_divide_over_all_copies_are_refused():
     with pytest.raises(ValueError, match=r"= 32 samples must divide evenly over 64 ranks x micro_batches=2"):
         Train(**SMALL, ranks=Ranks(nodes=1, ranks_per_node=8), data=4, fsdp=2)
+
+
+def test_experts_that_are_gathered_once_need_copies_to_gather_from():
+    with pytest.raises(ValueError, match=r"gather_once=True needs fsdp of at least 2"):
+        Train(**SMALL, **ONE_GROUP, data=2, gather_once=True)
+
+
+@pytest.mark.slow
+def test_experts_that_are_gathered_once_are_sent_as_often_as_priced():
+    """A program gathers the weights of two layers once, whatever the number of micro-batches, or twice in each."""
+    trainer = new_trainer(True, gather_once=True)
+    state, config, topology = trainer.state, trainer.config, trainer.config.topology
+    tokens = np.ones((config.samples, 21), np.int32)
+    samples = TrainingBatch(tokens, tokens > 0, weights=np.ones(tokens.shape, np.float32))
+    batch, samples = prepare_live(state, config, samples)
+    load = jnp.ones((config.model_config.moe_layers, config.model_config.num_experts), jnp.int32)
+    graph, values = nnx.split((state.agent, state.optimizer))
+
+    def gathered(once):
+        parallel = dataclasses.replace(batch.parallel, gather_once=once)
+
+        @jax.jit
+        def run(values, samples):
+            agent, optimizer = nnx.merge(graph, values)
+            update(agent, optimizer, PreparedBatch(None, parallel), samples, load)
+            return nnx.state((agent, optimizer))
+
+        program, _ = read_compiled(run.lower(values, samples).compile())
+        sent = count_by_kind(program.transfers(), trainer.mesh.shape)
+        return sent["dense", "all-gather", "fsdp"]
+
+    experts = topology.home_slots * config.model_config.moe_layers * config.model_config.expert_size
+    assert gathered(True) == 4 * experts // 2
+    assert gathered(False) == config.micro_batches * 2 * 4 * experts // 2
 
 
 def test_fsdp_that_does_not_divide_the_width_is_refused():
