@@ -21,6 +21,7 @@ from experiments.rl.train import run_train
 from experiments.run import main
 from experiments.step_memory import counted_rows, memory_by_stage
 from relibra_jax.contract.plan import contiguous_homes
+from relibra_jax.cost.cost_model import dense_gradient_bytes
 from relibra_jax.evaluation import Ranks
 from relibra_jax.nnx import expert_mesh
 from relibra_jax.nnx.modelled_times import model_stage
@@ -136,6 +137,30 @@ def test_modelled_time_is_that_of_the_price_of_a_run():
     )
     dry = total_times(plan_batch(config, hardware, trace))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-9), dry, times)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [
+        ({"fsdp": 2}, 2 * 2 * 3 * 2 / 2 + 2 * 2 / 2),
+        ({"fsdp": 2, "gather_once": True}, 2 * (2 + 4) / 2 + 2 / 2),
+        ({"data": 2}, 2 * 2 * 4 / 2),
+    ],
+)
+def test_a_dry_run_prices_what_copies_exchange(changes, sent):
+    """Bytes for each parameter of a rank's experts: two epochs of an update of two micro-batches, and a recompute."""
+    ranks = Ranks(nodes=1, ranks_per_node=4, replica_slots=0)
+    config = Train(**SIMPLE, ranks=ranks, micro_batches=2, epochs=2, dtype="bfloat16", **changes)
+    hardware = find_hardware(config, "h100")
+    # Nothing but links between copies takes time.
+    fast = dataclasses.replace(hardware.cluster, slow_bandwidth=1.0, network_efficiency=1.0)
+    planned = plan_batch(config, hardware._replace(cluster=fast), find_trace(config.model_config, None))
+    times = planned.phases["weights and gradients between copies"]
+    model = run_price(config, fast).model
+    experts = sent * config.topology.home_slots * model.expert_params
+    dense = 2 * dense_gradient_bytes(model) / 4 / 2
+    assert float(times.plan.total) == pytest.approx(model.moe_layers * (experts + dense), rel=1e-4)
+    assert times.plan == times.staying == times.balanced
 
 
 def test_the_command_prints_a_dry_run_and_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -102,7 +102,7 @@ def train_step(model, optimizer, batch, sequences, batch_load, residents, *, upd
 class Run:
     """A run on a mesh of ranks, with check_rows in its layers."""
 
-    def __init__(self, topology=TOPOLOGY, axes=None, param_dtype=jnp.float64, **layer):
+    def __init__(self, topology=TOPOLOGY, axes=None, param_dtype=jnp.float64, gather_once=False, **layer):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
         mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
         self.model = Model(topology, mesh, param_dtype=param_dtype, **layer)
@@ -114,6 +114,7 @@ class Run:
                 topology=topology,
                 capacities=SIZES if topology == TOPOLOGY else None,
                 check_rows=True,
+                gather_once=gather_once,
             ),
             num_layers=LAYERS,
             num_micro_batches=MICRO_BATCHES * UPDATES,  # of each group
@@ -236,17 +237,19 @@ def test_training_with_residents_continues_from_its_checkpoint(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "ranks_per_node"),
+    ("axes", "ranks_per_node", "gather_once"),
     [
-        ({"data": 2, "fsdp": 2}, 1),
-        pytest.param({"data": 2}, 2, marks=pytest.mark.long),
-        pytest.param({"fsdp": 2}, 2, marks=pytest.mark.long),
+        ({"data": 2, "fsdp": 2}, 1, False),
+        ({"data": 2, "fsdp": 2}, 1, True),
+        pytest.param({"data": 2}, 2, False, marks=pytest.mark.long),
+        pytest.param({"fsdp": 2}, 2, False, marks=pytest.mark.long),
     ],
 )
-def test_training_with_residents_is_the_same_over_data_and_fsdp_axes(axes, ranks_per_node):
+def test_training_with_residents_is_the_same_over_data_and_fsdp_axes(axes, ranks_per_node, gather_once):
     with jax.enable_x64(True):
         topology = dataclasses.replace(TOPOLOGY, ranks_per_node=ranks_per_node)
-        run = Run(topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
+        fsdp_axis = "fsdp" if "fsdp" in axes else None
+        run = Run(topology, axes=axes, fsdp_axis=fsdp_axis, gather_once=gather_once)
         first = run.logical()
         losses = run.train(0, 2)
         # The micro-batches of a copy are consecutive: the first halves of all copies are one update.
