@@ -90,12 +90,13 @@ def test_gradients_are_added_to_totals_in_float32():
 
 
 @functools.cache
-def gradients(in_place, runs, groups=1, topology=ONE_NODE):
+def gradients(in_place, runs, groups=1, topology=ONE_NODE, axis="data", gather_once=False):
     """Return the gradients of a small model whose objective runs it so many times, and the compiled program.
 
-    With residents, the model replays a routing under a random plan, and otherwise it routes live.
+    With residents, the model replays a routing under a random plan, and otherwise it routes live. Groups are along the
+    axis data, or along fsdp, over which experts are sharded.
     """
-    mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks * groups], data=groups)
+    mesh = expert_mesh(topology, devices=jax.devices()[: topology.num_ranks * groups], **{axis: groups})
     config = ModelConfig(
         vocabulary=16,
         width=8,
@@ -109,8 +110,9 @@ def gradients(in_place, runs, groups=1, topology=ONE_NODE):
         dense_layers=1,
         dense_width=8,
     )
-    model = make_model(config, topology, mesh=mesh, key=jax.random.key(0))
-    parallel = ExpertParallel(mesh=mesh, topology=topology)
+    fsdp_axis = axis if axis == "fsdp" else None
+    model = make_model(config, topology, mesh=mesh, key=jax.random.key(0), fsdp_axis=fsdp_axis)
+    parallel = ExpertParallel(mesh=mesh, topology=topology, gather_once=gather_once)
     balancer = Balancer(
         random_planner(),
         parallel,
@@ -157,6 +159,23 @@ def gradients(in_place, runs, groups=1, topology=ONE_NODE):
 def test_gradients_in_place_are_those_beside_totals(groups, topology):
     (desired, _), (actual, _) = (gradients(in_place, 1, groups, topology) for in_place in (False, True))
     assert jax.tree.structure(actual) == jax.tree.structure(desired)
+    assert_equal(actual, desired)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather_once", [pytest.param(False, marks=pytest.mark.long), True])
+def test_gradients_of_experts_sharded_over_groups_are_those_of_groups_with_whole_ones(gather_once):
+    desired, _ = gradients(True, 1, 2, TWO_NODES)
+    actual, program = gradients(True, 1, 2, TWO_NODES, "fsdp", gather_once)
+    assert_equal(actual, desired)
+    experts = [leaf for leaf in jax.tree.leaves(actual) if leaf.shape[-4:] == (2, 3, 8, 8)]
+    assert [leaf.addressable_shards[0].data.shape[-2] for leaf in experts] == [4]
+    weights_and_residents = re.findall(r"= f32\[[\d,]*,3,8,8\]\S* all-gather\(.*", program)
+    assert weights_and_residents
+    assert any("/while/" in line for line in weights_and_residents) != gather_once
+
+
+def assert_equal(actual, desired):
     for (path, value), other in zip(jax.tree.leaves_with_path(desired), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(
             other, value, rtol=1e-6, atol=1e-6 * np.abs(value).max(), err_msg=jax.tree_util.keystr(path)

@@ -42,8 +42,8 @@ def _first_sizes():
 
 def new_trainer(copies, **changes):
     # As many tokens in a micro-batch of all ranks together, so that sums differ in their order alone.
-    changes |= COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
-    return Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | changes)), 0)
+    sizes = COPIES | {"micro_batches": 2} if copies else ONE_GROUP | {"micro_batches": 8}
+    return Trainer(Train(**(SMALL | {"warmup_steps": 2, "steps": 1, "epochs": 1} | sizes | changes)), 0)
 
 
 @functools.cache

@@ -79,7 +79,7 @@ def compare_bytes(
         moved = content in ("push", "return")
         name: str = "dense" if moved and axes == "data" else "residents" if moved else content
         # Dense parameters are sharded over copies only together with ranks, or not at all.
-        name = "experts" if content == "dense" and axes == FSDP else name
+        name = "experts" if name in ("dense", "residents") and axes == FSDP else name
         joined[name, axes] = joined.get((name, axes), 0) + size
     priced = priced_bytes(config, parallel, tokens=tokens, micro_batches=micro_batches, updates=updates)
     keys = sorted({*joined, *priced})

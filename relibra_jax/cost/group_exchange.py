@@ -27,7 +27,7 @@ def group_exchange_time(
     Args:
         cost_model: what is priced. Of ``data_parallel`` groups, every ``shards`` share the state of their experts; if
             there are fewer, all ``shards`` groups do.
-        topology: one of the groups.
+        topology: one of the groups, whose ranks exchange the experts of home and resident slots.
         micro_batches: the number of micro-batches of a group.
         gather_once: whether experts are gathered once an update, and once in a recompute.
 
@@ -52,6 +52,6 @@ def group_exchange_time(
     else:
         sent = micro_batches * (3 * (updates > 0) + recompute) * number
     summed = updates * 2 * ACCUMULATOR_BYTES * (1 - 1 / same) / shards
-    experts = (sent * (1 - 1 / shards) + summed) * topology.home_slots * cost_model.model.expert_params
+    experts = (sent * (1 - 1 / shards) + summed) * topology.held_slots * cost_model.model.expert_params
     dense = updates * dense_gradient_bytes(cost_model.model) * (1 - 1 / (shards * same)) / topology.num_ranks
     return (experts + dense) / cost_model.cluster.rates.slow

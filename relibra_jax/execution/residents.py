@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
 from relibra_jax.contract.plan import resident_experts
@@ -141,8 +141,9 @@ def push_residents(
             `Residents.at` the step in which they run.
 
     Returns:
-        The residents, with weights of zero in empty slots and one entry for each group. They are
-        sharded over the ranks, and along D over the FSDP axis. They are NaN if the push does not fit the buffers.
+        The residents, with weights of zero in empty slots and one entry for each group. They are sharded over the
+        ranks, and along D over the FSDP axis, unless ``parallel`` has ``gather_once``. They are NaN if the push does
+        not fit the buffers.
 
     Raises:
         ValueError: if the topology has no resident slots, or the shapes do not fit it.
@@ -180,6 +181,9 @@ def push_residents(
     resident = jnp.asarray(resident_experts(plan, parallel.topology))
     with jax.named_scope("push_residents"):
         weights = on_rank(leaves, jnp.asarray(plan.home), resident)
+    if parallel.gather_once:
+        whole = NamedSharding(parallel.mesh, shapes.gathered_spec)
+        weights = jax.lax.with_sharding_constraint(weights, whole)
     return Residents(weights, resident, None if step is None else jnp.asarray(step, jnp.int32))
 
 
@@ -199,7 +203,8 @@ def return_gradients(
     ``totals`` if the caller does not use them again.
 
     Args:
-        gradients: the gradients of the residents' weights, summed over the micro-batches of an update.
+        gradients: the gradients of the residents' weights, summed over the micro-batches of an update. They may have an
+            entry for each group along the FSDP axis too.
         totals: the gradients of the home experts, summed over the same micro-batches, as a tree with the structure that
             `push_residents` takes.
         plan: the plan of the batch.
@@ -217,6 +222,10 @@ def return_gradients(
     """
     leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
+    if gradients.shape == shapes.of_groups:
+        summed = gradients.sum(shapes.shared_axes, keepdims=True)
+        part = NamedSharding(parallel.mesh, shapes.resident_spec)
+        gradients = jax.lax.with_sharding_constraint(summed, part)
     check_shape("gradients", gradients.shape, shapes.resident)
     if not shapes.sizes.exports:
         return totals
@@ -291,8 +300,11 @@ class _Shapes:
         groups = tuple(parallel.mesh.shape[axis] if axis in self.summed_axes else 1 for axis in axes)
         self.resident = (layers, *groups, *parallel.ranks, topology.resident_slots, *matrices)
         self.on_rank = (layers, *(1,) * len(axes), 1, 1, topology.resident_slots)
-        names = (axis if axis in self.summed_axes else None for axis in axes)
-        self.resident_spec = PartitionSpec(None, *names, *RANKS, None, None, fsdp_axis)
+        self.of_groups = (layers, *parallel.data_shape, *self.resident[1 + len(axes) :])
+        self.shared_axes = tuple(1 + place for place, axis in enumerate(axes) if axis == fsdp_axis)
+        names = tuple(axis if axis in self.summed_axes else None for axis in axes)
+        self.gathered_spec = PartitionSpec(None, *names, *RANKS)
+        self.resident_spec = PartitionSpec(*self.gathered_spec, None, None, fsdp_axis)
         self.expert_specs = [
             PartitionSpec(*(None for _ in lead), *RANKS, None, None, fsdp_axis) for lead in self._lead
         ]

@@ -20,7 +20,7 @@ from relibra_jax.execution.memory import take
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.dense_sharding import shard_like_dense
-from relibra_jax.nnx.group_totals import gather_experts, sum_groups, total_of_groups
+from relibra_jax.nnx.group_totals import gather_experts, sum_groups, total_of_groups, total_of_residents
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import ExpertParam, WithTotal, fsdp_axis_of
 from relibra_jax.support.argument_types import checks_arguments
@@ -62,9 +62,9 @@ def accumulate_gradients(
         step: the optimizer's step number, ``optimizer.step[...]``, required with ``residents``.
         in_place: whether a `relibra_jax.models.LanguageModel` adds the gradients of a layer to their totals where it
             computes them, so that those of a micro-batch take no memory. The gradients of experts are then summed over
-            data-parallel groups once, and not in every micro-batch, and with ``ExpertParallel(gather_once=True)``
-            over an FSDP axis as well. The objective must run the model once: after none
-            or several runs the gradients of embedding, output head and last norm are NaN.
+            data-parallel groups once, and not in every micro-batch, with ``ExpertParallel(gather_once=True)`` over an
+            FSDP axis too. The objective must run the model once: after none or several runs the gradients of embedding,
+            output head and last norm are NaN.
 
     Returns:
         ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
@@ -125,7 +125,9 @@ def accumulate_gradients(
         total_of_groups(variable, batch.parallel) if add else variable.get_raw_value()
         for variable, add in zip(of_variables, adds, strict=False)
     ]
-    totals += [zeros(value) for value in values[len(variables) :]]
+    if residents is not None:
+        of_residents = zeros(residents.weights)
+        totals.append(total_of_residents(of_residents, batch.parallel) if in_place else of_residents)
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
     totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)
     summed = (

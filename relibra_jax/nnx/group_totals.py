@@ -11,7 +11,8 @@ Experts may also be sharded over groups, along an FSDP axis. Then every layer ga
 their gradients are scattered as they come, because a rank stores only its part of their total: three exchanges in the
 dtype of the computation. With ``ExpertParallel(gather_once=True)`` they are gathered before the first micro-batch.
 Groups then have whole weights and totals of their own, 6 bytes for each parameter in bfloat16, and the sum over groups
-leaves each with its part.
+leaves each with its part. Residents, which are sharded like the experts that they copy, are gathered where they are
+pushed (`relibra_jax.execution.residents`).
 
 Source: ZeRO (S. Rajbhandari et al., arXiv:1910.02054), whose third stage gathers parameters where they are used, and
 whose first stage shards only the state of the optimizer.
@@ -21,7 +22,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float
 
+from relibra_jax.contract.types import Array
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.variables import AXES, ExpertParam, fsdp_axis_of
@@ -73,6 +76,22 @@ def total_of_groups(variable: nnx.Variable, parallel: ExpertParallel) -> jax.Arr
     zeros = jnp.zeros((*value.shape[:lead], *groups, *value.shape[lead:]), value.dtype)
     sharding = _sharding(parallel.mesh, lead, *names, fsdp_axis=fsdp_axis_of(variable))
     return jax.lax.with_sharding_constraint(zeros, sharding)
+
+
+def total_of_residents(
+    zeros: Float[Array, "L *data N G B three D F"], parallel: ExpertParallel
+) -> Float[Array, "L *groups N G B three D F"]:
+    """Return the total of the residents' gradients before the first micro-batch, for each group if they are gathered.
+
+    Args:
+        zeros: the zeros of a total in the shape of the residents' weights, which groups along an FSDP axis share.
+        parallel: the mesh with its groups.
+    """
+    if not parallel.gather_once:
+        return zeros
+    shape = (len(zeros), *parallel.data_shape, *zeros.shape[1 + len(parallel.data_axes) :])
+    sharding = _sharding(parallel.mesh, 1, *parallel.data_axes)
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, zeros.dtype), sharding)
 
 
 def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParallel) -> jax.Array:
