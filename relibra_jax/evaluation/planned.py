@@ -20,7 +20,7 @@ from relibra_jax.planning.batch import Batch, count_for_planner
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
-from relibra_jax.planning.rounds import predicted_loads
+from relibra_jax.planning.stage_requests import predicted_loads
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.limits import check_memory
 

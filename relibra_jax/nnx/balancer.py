@@ -86,8 +86,8 @@ from relibra_jax.nnx.way_prices import (
 from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
 from relibra_jax.planning.batch import Batch, fill_unfinished
 from relibra_jax.planning.plan_batch import Stage, stage_samples
-from relibra_jax.planning.rounds import shift_samples
 from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.stage_requests import shift_samples
 from relibra_jax.routing.exchange_rules import Way
 from relibra_jax.routing.node_streams import lay_out_streams
 from relibra_jax.routing.sequence_packing import SequenceLayout, lay_out_sequences

@@ -34,7 +34,8 @@ from relibra_jax.planning.batch import (
     may_be_positive,
     widen_counts,
 )
-from relibra_jax.planning.rounds import Problem, plan_rounds, shift_samples
+from relibra_jax.planning.rounds import plan_rounds
+from relibra_jax.planning.stage_requests import Problem, shift_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.argument_types import checks_arguments

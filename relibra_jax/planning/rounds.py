@@ -1,9 +1,8 @@
 """Alternate sample assignment and expert placement over the stages of a batch, and keep the cheapest plan.
 
 Placement plans homes for the current assignment of samples; assignment then moves the samples to suit the current
-homes. A stage runs all samples of the batch, or a range of them, in its own micro-batches; all stages share homes and
-residents. The planner sees the micro-batches of all stages concatenated along M, and its plan is split along M again.
-``assign`` sees the samples of one stage as a batch, so it cannot move a sample to another stage.
+homes. All stages share homes and residents (`relibra_jax.planning.stage_requests`). ``assign`` sees the samples of one
+stage as a batch, so it cannot move a sample to another stage.
 
 The rounds add replicas to the priced micro-batches alone (`relibra_jax.planning.plan_price.priced_micro_batches`). The
 plan of all follows from the cheapest homes and residents at the end, in parts of as many micro-batches. There no
@@ -12,83 +11,33 @@ rank sends replicas of more experts inside its node than in the priced ones: a p
 
 import dataclasses
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.contract.plan import contiguous_homes, resident_experts
-from relibra_jax.contract.planner import PlacedRoutes, Placement, Planner, PlanRequest
-from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, Price, Topology, layer_plans
+from relibra_jax.contract.planner import Placement, PlanRequest
+from relibra_jax.contract.types import EMPTY, Array, Assignment, BatchPlan, Plan, layer_plans
 from relibra_jax.cost.copies import padded_exports
-from relibra_jax.planning.assignment import Assign, nodes_as_ranks, with_positions
-from relibra_jax.planning.batch import Batch
-from relibra_jax.planning.plan_price import StagePrice, price_stages, priced_micro_batches
+from relibra_jax.planning.assignment import nodes_as_ranks
+from relibra_jax.planning.plan_price import StagePrice, price_stages
 from relibra_jax.planning.portfolio import Trial, homes_of, list_trials
 from relibra_jax.planning.replicate_for_time import FEW_EXPORTS
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.planning.routes import Routes, place_routes
-from relibra_jax.planning.visit_estimates import tokens_of_ranks
-from relibra_jax.routing.striping import planned_load
-
-SUM_MOST: Final = float(1 << 30)
-"""The most token copies of a layer in the sum over a batch; more are scaled down."""
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("batch", "state", "starts", "prices", "key", "start"),
-    meta_fields=("planner", "topology", "samples", "assign", "rounds", "compare_staying"),
+from relibra_jax.planning.stage_requests import (
+    Problem,
+    in_stages,
+    priced_by_stage,
+    priced_numbers,
+    request_of,
+    samples_of,
+    shift_samples,
+    whole_batch,
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Everything that the plans of a batch depend on."""
-
-    batch: Batch
-    """The samples of the batch, with counts in int32."""
-    planner: Planner
-    state: Any
-    """The planner's state before the batch, from which every round plans."""
-    topology: Topology
-    starts: tuple[Assignment, ...]
-    """The assignment of each stage's samples for the first plan."""
-    samples: tuple[range, ...]
-    """The samples of each stage, as a range of consecutive samples of the batch."""
-    prices: tuple[Price, ...]
-    """The price of each stage."""
-    assign: Assign | None
-    """The function that assigns the samples of one stage. None keeps the first assignments."""
-    key: PRNGKeyArray | None
-    """Random key for ``assign``."""
-    rounds: int
-    """The number of rounds of assignment and placement; 0 without ``assign``."""
-    start: Placement | None
-    """The homes and residents to which the first round assigns samples, instead of making a first plan for
-    ``starts``."""
-    compare_staying: bool
-    """Whether to compare the plans with those that leave experts where they are."""
-
-    @property
-    def previous_home(self) -> Int[jax.Array, "L E"] | None:
-        """The homes before the batch, if the planner's state has them."""
-        home = getattr(self.state, "home", None)
-        return None if home is None else jnp.asarray(home, jnp.int32)
-
-    @property
-    def can_stay(self) -> bool:
-        """Whether plans are compared with those that leave experts where they are."""
-        return self.compare_staying and self.planner.takes_homes and self.previous_home is not None
-
-    @property
-    def no_homes(self) -> Int[jax.Array, "L E"]:
-        """Homes that are all EMPTY: a search that starts from nothing."""
-        shape = (self.batch.sample_load.shape[1], self.topology.num_experts)
-        return jnp.full(shape, EMPTY, jnp.int32)
 
 
 @jax.jit
@@ -111,79 +60,201 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
     """
     rounds = problem.rounds
     if not rounds and not problem.can_stay:
-        request = _request(problem, problem.starts)
+        request = request_of(problem, problem.starts)
         start = None if problem.start is None else problem.start.home
         plan, state = problem.planner.update(request._replace(start=start), problem.state, problem.topology)
-        return _in_stages(problem.starts, request.load, plan), state
+        return in_stages(problem.starts, request.load, plan), state
 
-    # One loop compiles placement, replication, the assignment of each stage and the price only once. After the rounds
-    # and the trials, its last passes plan all micro-batches of the best choice, as many at a time as are priced.
-    first = int(bool(rounds) and problem.start is not None)
-    trials = list_trials(assigned=bool(rounds)) if problem.can_stay else ()
+    # One loop compiles placement, replication, the assignment of each stage and the price only once.
+    schedule = _Schedule.of(problem)
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), problem.starts)
 
     def plan_starts() -> tuple[_Choice, Plan]:
-        request = _request(problem, starts)
+        request = request_of(problem, starts)
         choice, _ = _choose(problem, lambda: request, problem.no_homes)
         return choice, _plan_choice(problem, request, choice)
 
     blank, no_plan = jax.tree.map(jnp.zeros_like, jax.eval_shape(plan_starts))
-    is_planned = isinstance(blank, Plan)
-    priced = _priced_numbers(problem)
-    count, size = len(no_plan.quota), len(no_plan.quota) if is_planned else len(priced)
-    stop = rounds + 1 + len(trials)
     worst = StagePrice(jnp.float32(jnp.inf), jnp.full(len(problem.no_homes), jnp.inf, jnp.float32))
     nothing = _Best(starts, blank, problem.state, worst, jnp.int32(0))
 
     def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
         best, merged, latest, whole_plan = carry
-        ends = number >= stop
-        begin = jnp.clip((number - stop) * size, 0, count - size)
-        trial = (
-            jax.tree.map(lambda *each: jnp.asarray(each)[number - rounds - 1], *trials) if trials else None
-        )
-        tries = number > rounds
-        assignments = starts
-        if rounds:
-            under_best = tries & (True if trial is None else ~trial.first_assignment)
-            given = jax.tree.map(functools.partial(jnp.where, under_best | ends), best.assignments, starts)
-            assign = functools.partial(_assign_stages, problem)
-            inputs = ((number == 0) | tries, lambda *_: given, assign, latest.placement, latest.assignments)
-            assignments = jax.lax.cond(*inputs)
-        start = _search_start(problem, latest.placement, number)
-        numbers = (
-            None if size == count else jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), priced)
-        )
-        request = _request(problem, assignments, numbers)
-        request = request._replace(exports=jnp.where(ends, best.exports, 0))
-        whole = (lambda: request) if numbers is None else functools.partial(_request, problem, assignments)
-        search = functools.partial(_choose, problem, whole, start)
-        if trial is None:
-            choice, state = jax.lax.cond(tries, lambda: (best.choice, best.state), search)
-        else:
-            assert isinstance(best.choice, _Homes)
-            assert isinstance(merged.choice, _Homes)
-            stay = functools.partial(_stay, problem, trial, best.choice, merged.choice, latest.state)
-            choice, state = jax.lax.cond(tries, stay, search)
-        choice = jax.tree.map(functools.partial(jnp.where, ends), best.choice, choice)
+        now = schedule.at(number)
+        assignments = _assignments(problem, now, starts, best, latest)
+        request = request_of(problem, assignments, now.micro_batches)
+        request = request._replace(exports=jnp.where(now.ends, best.exports, 0))
+        choice, state = _search_or_stay(problem, now, assignments, request, best, merged, latest)
         plan = _plan_choice(problem, request, choice)
         compute_price = functools.partial(_price, problem, assignments, request, plan)
-        price = jax.lax.cond(ends, lambda: worst, compute_price)
+        price = jax.lax.cond(now.ends, lambda: worst, compute_price)
         new = _Best(assignments, choice, state, price, _most_exports(problem, request, plan))
-        if trial is not None:
-            merged = _merge(new, best, merged, trial, tries)
-        cheaper = price.total < best.price.total
+        if now.trial is not None:
+            merged = _merge(new, best, merged, now.trial, now.tries)
         after = _Latest(state, _next_placement(problem, choice, number), assignments)
-        kept = functools.partial(jnp.where, tries)
-        best = jax.tree.map(functools.partial(jnp.where, cheaper), new, best)
-        return best, merged, jax.tree.map(kept, latest, after), _write_part(whole_plan, plan, begin)
+        latest = _select(now.tries, latest, after)
+        best = _select(price.total < best.price.total, new, best)
+        return best, merged, latest, _write_part(whole_plan, plan, now.begin)
 
     latest = _Latest(problem.state, _first_placement(problem), starts)
     carry = (nothing, _Merged(blank, worst.by_layer), latest, no_plan)
-    end = stop if is_planned else stop - (-count // size)
-    best, _, _, plan = jax.lax.fori_loop(first, end, body, carry)
+    best, _, _, plan = jax.lax.fori_loop(schedule.first, schedule.end, body, carry)
     plan = best.choice if isinstance(best.choice, Plan) else plan
-    return _in_stages(best.assignments, _request(problem, best.assignments).load, plan), best.state
+    return in_stages(best.assignments, request_of(problem, best.assignments).load, plan), best.state
+
+
+class _Pass(NamedTuple):
+    """One pass of the loop of `plan_rounds`."""
+
+    number: Array
+    """The number of the pass."""
+    tries: Array
+    """Whether the pass tries homes without a search, or plans the best choice."""
+    ends: Array
+    """Whether it plans micro-batches of the best choice, and prices nothing."""
+    trial: Trial | None
+    """What it tries; None if nothing is tried."""
+    begin: Array
+    """The first micro-batch that it plans if it ends the loop."""
+    micro_batches: Int[Array, " some"] | None
+    """The numbers of the micro-batches that it plans; None for all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """The passes of the loop of `plan_rounds`: rounds with a search, then trials, then the parts of the whole plan."""
+
+    rounds: int
+    """The number of the last pass with a search. Pass 0 plans for the first assignment of samples."""
+    trials: tuple[Trial, ...]
+    """The plans that are tried without a search."""
+    priced: Int[np.ndarray, " some"]
+    """The numbers of the priced micro-batches: as many as a pass plans."""
+    count: int
+    """The number of all micro-batches."""
+    first: int
+    """The number of the first pass."""
+    parts: int
+    """The number of passes that plan the best choice."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "_Schedule":
+        """Return the schedule of a problem."""
+        rounds, count = problem.rounds, sum(len(start.sample) for start in problem.starts)
+        # Without homes, a plan is a whole one from the search on.
+        homes = problem.planner.takes_homes
+        priced = priced_numbers(problem) if homes else np.arange(count, dtype=np.int32)
+        return cls(
+            rounds=rounds,
+            trials=list_trials(assigned=bool(rounds)) if problem.can_stay else (),
+            priced=priced,
+            count=count,
+            first=int(bool(rounds) and problem.start is not None),
+            parts=-(-count // len(priced)) if homes else 0,
+        )
+
+    @property
+    def end(self) -> int:
+        """The number of passes, with those before the first."""
+        return self._first_part + self.parts
+
+    @property
+    def _first_part(self) -> int:
+        """The number of the first pass that plans the best choice."""
+        return self.rounds + 1 + len(self.trials)
+
+    def at(self, number: Array) -> _Pass:
+        """Return a pass by its number."""
+        size, ends, trial = len(self.priced), number >= self._first_part, None
+        begin = jnp.clip((number - self._first_part) * size, 0, self.count - size)
+        if self.trials:
+            trial = jax.tree.map(lambda *each: jnp.asarray(each)[number - self.rounds - 1], *self.trials)
+        numbers = None
+        if size < self.count:
+            numbers = jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), self.priced)
+        return _Pass(number, number > self.rounds, ends, trial, begin, numbers)
+
+
+class _Homes(NamedTuple):
+    """What a planner that takes homes plans; replicas follow from it."""
+
+    placement: Placement
+    bare: Bool[jax.Array, ""]
+    """Whether there are no replicas."""
+
+
+type _Choice = _Homes | Plan
+"""What is kept of a plan in the rounds: all of it, for a planner that does not take homes."""
+
+
+class _Best(NamedTuple):
+    """The cheapest plan of all stages so far. Loads follow from the assignments, and are too large to be kept."""
+
+    assignments: tuple[Assignment, ...]
+    choice: _Choice
+    state: Any
+    price: StagePrice
+    exports: Int[jax.Array, ""]
+    """The most experts of which a rank sends replicas in a priced layer and micro-batch, as a padded fetch counts."""
+
+
+class _Merged(NamedTuple):
+    """The plan that has the cheapest layers of the trials so far."""
+
+    choice: _Choice
+    by_layer: Float[jax.Array, " L"]
+    """The seconds of each layer, as `StagePrice` has them."""
+
+
+class _Latest(NamedTuple):
+    """What the latest round leaves to the next one."""
+
+    state: Any
+    placement: Placement
+    assignments: tuple[Assignment, ...]
+
+
+def _assignments(
+    problem: Problem, now: _Pass, starts: tuple[Assignment, ...], best: _Best, latest: _Latest
+) -> tuple[Assignment, ...]:
+    """Return the assignment of every stage's samples in a pass: a given one, or in rounds after the first a new one."""
+    if not problem.rounds:
+        return starts
+    under_best = now.tries & (True if now.trial is None else ~now.trial.first_assignment)
+    given = _select(under_best | now.ends, best.assignments, starts)
+    assign = functools.partial(_assign_stages, problem)
+    is_given = (now.number == 0) | now.tries
+    return jax.lax.cond(is_given, lambda *_: given, assign, latest.placement, latest.assignments)
+
+
+def _search_or_stay(
+    problem: Problem,
+    now: _Pass,
+    assignments: tuple[Assignment, ...],
+    request: PlanRequest,
+    best: _Best,
+    merged: _Merged,
+    latest: _Latest,
+) -> tuple[_Choice, Any]:
+    """Return the choice of a pass, searched, tried or the best, and the planner's state after it."""
+    start = _search_start(problem, latest.placement, now.number)
+    whole = functools.partial(request_of, problem, assignments)
+    search = functools.partial(
+        _choose, problem, whole if now.micro_batches is not None else lambda: request, start
+    )
+    if now.trial is None:
+        choice, state = jax.lax.cond(now.tries, lambda: (best.choice, best.state), search)
+    else:
+        assert isinstance(best.choice, _Homes)
+        assert isinstance(merged.choice, _Homes)
+        stay = functools.partial(_stay, problem, now.trial, best.choice, merged.choice, latest.state)
+        choice, state = jax.lax.cond(now.tries, stay, search)
+    return _select(now.ends, best.choice, choice), state
+
+
+def _select[T](condition: Array, one: T, other: T) -> T:
+    """Return one of two trees of arrays."""
+    return jax.tree.map(functools.partial(jnp.where, condition), one, other)
 
 
 def _most_exports(problem: Problem, request: PlanRequest, plan: Plan) -> Int[jax.Array, ""]:
@@ -200,18 +271,6 @@ def _write_part(whole: Plan, part: Plan, begin: Int[Array, ""]) -> Plan:
     write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=begin, axis=0)
     slots, quota = write(whole.slot_expert, part.slot_expert), write(whole.quota, part.quota)
     return Plan(slots, part.home, quota)
-
-
-class _Homes(NamedTuple):
-    """What a planner that takes homes plans; replicas follow from it."""
-
-    placement: Placement
-    bare: Bool[jax.Array, ""]
-    """Whether there are no replicas."""
-
-
-type _Choice = _Homes | Plan
-"""What is kept of a plan in the rounds: all of it, for a planner that does not take homes."""
 
 
 def _choose(
@@ -253,18 +312,6 @@ def _plan_choice(problem: Problem, request: PlanRequest, choice: _Choice) -> Pla
     return jax.lax.cond(choice.bare, bare, replicate)
 
 
-def _priced(problem: Problem) -> list[Int[np.ndarray, " some"]]:
-    """Return the numbers of the priced micro-batches of each stage."""
-    pairs = zip(problem.starts, problem.prices, strict=True)
-    return [priced_micro_batches(len(start.sample), price.data_parallel) for start, price in pairs]
-
-
-def _priced_numbers(problem: Problem) -> Int[np.ndarray, " some"]:
-    """Return the numbers of the priced micro-batches among those of all stages."""
-    firsts = itertools.accumulate([0, *(len(start.sample) for start in problem.starts[:-1])])
-    return np.concatenate([part + first for part, first in zip(_priced(problem), firsts, strict=True)])
-
-
 def _price(
     problem: Problem, assignments: Sequence[Assignment], request: PlanRequest, plan: Plan
 ) -> StagePrice:
@@ -272,37 +319,18 @@ def _price(
     topology = problem.topology
     batches: Float[jax.Array, " L"] | float = 1.0
     if problem.planner.serves is not None and problem.compare_staying:
-        whole = _whole_batch(problem, assignments, request)
+        whole = whole_batch(problem, assignments, request)
         batches = problem.planner.serves(plan.home, whole, problem.state, topology)
     all_planned = len(plan.quota) == sum(len(each.sample) for each in assignments)
-    sizes = None if all_planned else [len(part) for part in _priced(problem)]
+    sizes = None if all_planned else [len(part) for part in priced_by_stage(problem)]
     return price_stages(
-        _in_stages(assignments, request.load, plan, sizes),
+        in_stages(assignments, request.load, plan, sizes),
         problem.batch,
         topology,
         problem.prices,
         previous_home=problem.previous_home,
         batches=batches,
     )
-
-
-class _Best(NamedTuple):
-    """The cheapest plan of all stages so far. Loads follow from the assignments, and are too large to be kept."""
-
-    assignments: tuple[Assignment, ...]
-    choice: _Choice
-    state: Any
-    price: StagePrice
-    exports: Int[jax.Array, ""]
-    """The most experts of which a rank sends replicas in a priced layer and micro-batch, as a padded fetch counts."""
-
-
-class _Merged(NamedTuple):
-    """The plan that has the cheapest layers of the trials so far."""
-
-    choice: _Choice
-    by_layer: Float[jax.Array, " L"]
-    """The seconds of each layer, as `StagePrice` has them."""
 
 
 def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array) -> _Merged:
@@ -322,14 +350,6 @@ def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array)
     # All trials of a merged plan are alike in whether they have replicas.
     placement = jax.tree.map(pick, new.choice.placement, old_choice.placement)
     return _Merged(_Homes(placement, new.choice.bare), jnp.where(wins, new.price.by_layer, old))
-
-
-class _Latest(NamedTuple):
-    """What the latest round leaves to the next one."""
-
-    state: Any
-    placement: Placement
-    assignments: tuple[Assignment, ...]
 
 
 def _search_start(problem: Problem, placement: Placement, number: Array) -> Int[Array, "L E"] | None:
@@ -363,87 +383,6 @@ def _next_placement(problem: Problem, choice: _Choice, number: Array) -> Placeme
     return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
 
 
-def _request(
-    problem: Problem, assignments: Sequence[Assignment], numbers: Int[Array, " some"] | None = None
-) -> PlanRequest:
-    """Return all that the planner may look at: of all micro-batches, or of some of them, numbered in their order."""
-    batch = problem.batch
-    room = max(each.sample.shape[-1] for each in assignments)
-    together = Assignment(jnp.concatenate([with_positions(each, room).sample for each in assignments]))
-    routes, predicted = None, predicted_loads(batch, assignments)
-    if batch.routes is not None:
-        routes = _place_in_stages(batch.routes, assignments, problem.samples)
-    if numbers is not None:
-        if routes is not None:
-            in_turn = jnp.arange(len(numbers), dtype=jnp.int32)
-            place = jnp.full(len(together.sample), EMPTY, jnp.int32).at[numbers].set(in_turn)
-            number = jnp.where(routes.micro_batch == EMPTY, EMPTY, place[routes.micro_batch])
-            routes = routes._replace(micro_batch=number, rank=jnp.where(number == EMPTY, EMPTY, routes.rank))
-        together = Assignment(together.sample[numbers])
-        predicted = None if predicted is None else predicted[numbers]
-    return PlanRequest(
-        load=planned_load(batch.sample_load, together, problem.prices[0]),
-        routes=routes,
-        transitions=batch.transitions,
-        price=_price_of_batch(problem.prices, problem.samples),
-        tokens=tokens_of_ranks(together, batch.lengths),
-        predicted=predicted,
-    )
-
-
-def _whole_batch(problem: Problem, assignments: Sequence[Assignment], request: PlanRequest) -> PlanRequest:
-    """Return a request with all micro-batches of all stages as one, whose loads are in proportion to the true ones."""
-    batch, nodes = problem.batch, problem.topology.num_nodes
-    times = jnp.zeros((nodes, len(batch.lengths) + 1), jnp.float32)
-    for each in assignments:
-        sample = jnp.moveaxis(jnp.asarray(each.sample), 1, 0).reshape(nodes, -1)
-        times = times.at[
-            jnp.arange(nodes)[:, None], jnp.where(sample == EMPTY, len(batch.lengths), sample)
-        ].add(1)
-    load = batch.sample_load.astype(jnp.float32)
-    by_node = jnp.einsum("nb,ble->lne", times[:, :-1], load, precision=jax.lax.Precision.HIGHEST)
-    # The sum over a batch may exceed int32.
-    by_node *= jnp.minimum(1.0, SUM_MOST / jnp.maximum(by_node.sum((1, 2)).max(), 1))
-    return request._replace(load=by_node.round().astype(jnp.int32)[None, :, :, None], tokens=None)
-
-
-def predicted_loads(batch: Batch, assignments: Sequence[Assignment]) -> Float[jax.Array, "M L E"] | None:
-    """Sum the predicted loads of the samples of every micro-batch of all stages; None if nothing is predicted.
-
-    Args:
-        batch: the samples of the batch.
-        assignments: the assignment of each stage's samples.
-    """
-    if batch.predicted_load is None:
-        return None
-    load = jnp.asarray(batch.predicted_load, jnp.float32)
-
-    def one_micro_batch(sample: Int[jax.Array, " b"]) -> Float[jax.Array, "L E"]:
-        return load.at[sample].get(mode="fill", fill_value=0, wrap_negative_indices=False).sum(0)
-
-    samples = [jnp.asarray(each.sample).reshape(len(each.sample), -1) for each in assignments]
-    return jnp.concatenate([jax.lax.map(one_micro_batch, sample) for sample in samples])
-
-
-def _in_stages(
-    assignments: Sequence[Assignment], load: Array, plan: Plan, sizes: Sequence[int] | None = None
-) -> tuple[BatchPlan, ...]:
-    """Divide a plan and its load over the stages, all with the same homes.
-
-    Args:
-        assignments: the assignment of each stage.
-        load: the load of the micro-batches of all stages.
-        plan: their plan.
-        sizes: the number of micro-batches of each stage. None for all of them.
-    """
-    sizes = [len(each.sample) for each in assignments] if sizes is None else sizes
-    parts = [slice(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-    return tuple(
-        BatchPlan(each, load[part], Plan(plan.slot_expert[part], plan.home, plan.quota[part]))
-        for each, part in zip(assignments, parts, strict=True)
-    )
-
-
 def _assign_stages(
     problem: Problem, placement: Placement, latest: Sequence[Assignment]
 ) -> tuple[Assignment, ...]:
@@ -456,7 +395,7 @@ def _assign_stages(
         if price.sequences == "split":
             placed, topology, start = nodes_as_ranks(placement, topology, start)
         assignment = problem.assign(
-            _samples_of(problem.batch, samples),
+            samples_of(problem.batch, samples),
             placed,
             topology,
             start=start,
@@ -466,76 +405,3 @@ def _assign_stages(
         assignment = Assignment(assignment.sample.reshape(stage.sample.shape))
         assignments.append(shift_samples(assignment, samples.start))
     return tuple(assignments)
-
-
-def _samples_of(batch: Batch, samples: range) -> Batch:
-    """Return the part of a batch in a range of samples, numbered from its start; other samples' routes get EMPTY."""
-    part, routes = slice(samples.start, samples.stop), batch.routes
-    if routes is not None:
-        sample = jnp.asarray(routes.sample)
-        inside = (sample >= samples.start) & (sample < samples.stop)
-        routes = Routes(routes.expert_ids, jnp.where(inside, sample - samples.start, EMPTY))
-    predicted = None if batch.predicted_load is None else batch.predicted_load[part]
-    return batch._replace(
-        sample_load=batch.sample_load[part],
-        lengths=batch.lengths[part],
-        routes=routes,
-        predicted_load=predicted,
-    )
-
-
-def shift_samples(assignment: Assignment, by: int) -> Assignment:
-    """Add an offset to the sample numbers of an assignment; EMPTY stays EMPTY.
-
-    Args:
-        assignment: the assignment.
-        by: the offset, which may be negative.
-
-    Returns:
-        The assignment with shifted sample numbers.
-
-    >>> shift_samples(Assignment(jnp.array([[[[0, EMPTY]]]])), 16).sample.tolist()
-    [[[[16, -1]]]]
-    """
-    sample = assignment.sample
-    return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
-
-
-def _price_of_batch(prices: Sequence[Price], samples: Sequence[range]) -> Price:
-    """Average the prices over the samples of all stages; pushes add up, because residents serve all stages."""
-    total = sum(map(len, samples))
-    parts = [len(stage_range) / total for stage_range in samples]
-
-    mean = jax.tree.map(lambda *costs: sum(map(operator.mul, costs, parts)), *prices)
-    pushes = {name: sum(getattr(price, name) for price in prices) for name in ("push", "push_inside")}
-    return dataclasses.replace(mean, **pushes)
-
-
-def _place_in_stages(
-    routes: Routes, assignments: Sequence[Assignment], samples: Sequence[range]
-) -> PlacedRoutes:
-    """Place the sampled tokens in every stage, with micro-batches numbered consecutively over the stages.
-
-    Consecutive stages that have no sample in common share one copy of the tokens.
-    """
-    first = 0
-    passes: list[PlacedRoutes] = []
-    ranges: list[range] = []
-    for assignment, stage_range in zip(assignments, samples, strict=True):
-        placed = place_routes(routes, assignment)
-        in_stage = placed.micro_batch != EMPTY
-        placed = placed._replace(micro_batch=jnp.where(in_stage, placed.micro_batch + first, EMPTY))
-        if passes and all(
-            stage_range.stop <= other.start or other.stop <= stage_range.start for other in ranges
-        ):
-            previous = passes.pop()
-            placed = placed._replace(
-                micro_batch=jnp.where(in_stage, placed.micro_batch, previous.micro_batch),
-                rank=jnp.where(in_stage, placed.rank, previous.rank),
-            )
-        else:
-            ranges = []
-        passes.append(placed)
-        ranges.append(stage_range)
-        first += len(assignment.sample)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
