@@ -144,21 +144,27 @@ def test_modelled_time_is_that_of_the_price_of_a_run():
     [
         ({"fsdp": 2}, 2 * 2 * 3 * 2 / 2 + 2 * 2 / 2),
         ({"fsdp": 2, "gather_once": True}, 2 * (2 + 4) / 2 + 2 / 2),
+        ({"fsdp": 2, "gather_once": True, "updates": 2, "micro_batches": 1}, 2 * 2 * (2 + 4) / 2 + 2 * 2 / 2),
+        ({"fsdp": 2, "gather_once": True, "updates": 2, "recompute_micro_batches": 1}, 2 * 2 * 3 + 2 / 2),
         ({"data": 2}, 2 * 2 * 4 / 2),
     ],
 )
 def test_a_dry_run_prices_what_copies_exchange(changes, sent):
-    """Bytes for each parameter of a rank's experts: two epochs of an update of two micro-batches, and a recompute."""
+    """Bytes for each parameter of a rank's experts: two epochs of an update of two micro-batches, and a recompute.
+
+    The recompute gathers experts in the stage of each update, unless it has its own.
+    """
     ranks = Ranks(nodes=1, ranks_per_node=4, replica_slots=0)
-    config = Train(**SIMPLE, ranks=ranks, micro_batches=2, epochs=2, dtype="bfloat16", **changes)
+    settings = SIMPLE | {"micro_batches": 2, "epochs": 2, "dtype": "bfloat16"} | changes
+    config = Train(ranks=ranks, **settings)
     hardware = find_hardware(config, "h100")
     # Nothing but links between copies takes time.
     fast = dataclasses.replace(hardware.cluster, slow_bandwidth=1.0, network_efficiency=1.0)
     planned = plan_batch(config, hardware._replace(cluster=fast), find_trace(config.model_config, None))
-    times = planned.phases["weights and gradients between copies"]
+    times = planned.phases["experts and dense gradients between copies"]
     model = run_price(config, fast).model
     experts = sent * config.topology.home_slots * model.expert_params
-    dense = 2 * dense_gradient_bytes(model) / 4 / 2
+    dense = 2 * config.updates * dense_gradient_bytes(model) / 4 / 2
     assert float(times.plan.total) == pytest.approx(model.moe_layers * (experts + dense), rel=1e-4)
     assert times.plan == times.staying == times.balanced
 

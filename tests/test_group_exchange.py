@@ -7,7 +7,7 @@ import pytest
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost import CLUSTERS, MODELS, CostModel, group_exchange_time, rank_memory
 from relibra_jax.evaluation import Batching, Costs, make_setting
-from relibra_jax.evaluation.advice import price
+from relibra_jax.evaluation.advice import Advice, price
 from relibra_jax.evaluation.group_sizes import group_setting, price_groups, smaller_groups, strategies_of
 from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.traces.read import read_trace
@@ -20,9 +20,9 @@ EXPERTS = 8 * MODEL.expert_params
 DENSE = MODEL.dense_params + 2 * MODEL.width * MODEL.vocabulary / MODEL.moe_layers
 
 
-def sent(micro_batches=8, *, gather_once=False, **changes):
+def sent(micro_batches=8, *, gather_once=False, topology=TOPOLOGY, **changes):
     cost_model = CostModel(cluster=ONE_BYTE, model=MODEL, **changes)
-    return group_exchange_time(cost_model, TOPOLOGY, micro_batches=micro_batches, gather_once=gather_once)
+    return group_exchange_time(cost_model, topology, micro_batches=micro_batches, gather_once=gather_once)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,20 @@ def test_a_gather_once_sends_what_one_micro_batch_does_and_takes_whole_totals():
     assert rank_memory(TOPOLOGY, MODEL, gather_once=True) == rank_memory(TOPOLOGY, MODEL)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expert_bytes"),
+    [
+        ({"shards": 4, "recompute": True}, 8 * 4 * 2 * 3 / 4),
+        ({"shards": 4, "recompute": True, "gather_once": True}, (2 + 4) * 3 / 4),
+        ({"data_parallel": 4}, 2 * 4 * 3 / 4),
+    ],
+)
+def test_residents_are_exchanged_with_their_experts_and_once_for_update_and_recompute(changes, expert_bytes):
+    topology = dataclasses.replace(TOPOLOGY, resident_slots=3)
+    residents = sent(topology=topology, **changes) - sent(**changes)
+    assert residents == pytest.approx(expert_bytes * 3 * MODEL.expert_params)
+
+
 def test_a_recompute_alone_only_gathers_and_a_number_of_micro_batches_is_checked():
     cost_model = dataclasses.replace(
         CostModel(cluster=ONE_BYTE, model=MODEL, shards=2, recompute=True), updates=0
@@ -76,6 +90,22 @@ def test_groups_of_one_node_have_the_samples_of_one_group_and_share_its_state():
     samples = min(len(replay.mask) for replay in whole.batches.replays)
     full = dataclasses.replace(whole, batches=whole.batches._replace(num_micro_batches=samples // 2))
     assert smaller_groups(full) == [2], "four groups would have micro-batches without a sample"
+
+
+def test_strategies_are_priced_with_the_exchange_of_their_own_residents():
+    trace, batching, costs = read_trace("recorded"), Batching(micro_batches=2), Costs()
+    topology = Topology(num_nodes=4, ranks_per_node=2, num_experts=16, replica_slots=0)
+    whole = make_setting(trace, topology, batching=batching, cost=costs)
+    pair = group_setting(trace, topology, batching, costs, whole=whole, nodes=2)
+    _, _, one, three = strategies(replica_slots=(), resident_slots=(1, 3))
+    slower, faster = (Advice(each, 1.0, 1.0, 0.0, 1e9, 0.0) for each in (three, one))
+    for row in price_groups([slower, faster], pair, 1e12):
+        assert row.strategy is one
+        (alone,) = (
+            each for each in price_groups([slower], pair, 1e12) if each.gather_once == row.gather_once
+        )
+        assert alone.exchange > row.exchange
+        assert alone.seconds == 1 + alone.exchange
 
 
 @pytest.mark.slow

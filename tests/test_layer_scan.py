@@ -15,7 +15,14 @@ from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.memory import HOST, MEMORY_KINDS
 from relibra_jax.models import ModelConfig, make_model
 from relibra_jax.models.layer_scan import scan_layers
-from relibra_jax.nnx import Balancer, ExpertParallel, accumulate_gradients, expert_mesh
+from relibra_jax.nnx import (
+    Balancer,
+    ExpertParallel,
+    MoELayer,
+    PreparedBatch,
+    accumulate_gradients,
+    expert_mesh,
+)
 from relibra_jax.nnx.variables import WithTotal
 
 LAYERS, WIDTH = 3, 4
@@ -173,6 +180,26 @@ def test_gradients_of_experts_sharded_over_groups_are_those_of_groups_with_whole
     weights_and_residents = re.findall(r"= f32\[[\d,]*,3,8,8\]\S* all-gather\(.*", program)
     assert weights_and_residents
     assert any("/while/" in line for line in weights_and_residents) != gather_once
+
+
+def test_gradients_of_experts_that_are_gathered_once_are_as_wide_as_their_parameters():
+    with jax.enable_x64(True):
+        mesh = expert_mesh(ONE_NODE, devices=jax.devices()[:4], fsdp=2)
+        parallel = ExpertParallel(mesh=mesh, topology=ONE_NODE, gather_once=True)
+        dtypes = {"param_dtype": jnp.float64, "dtype": jnp.float32}
+        gating = Gating(top_k=2, scores="softmax")
+        moe = MoELayer(ONE_NODE, 8, 8, gating, mesh=mesh, fsdp_axis="fsdp", rngs=nnx.Rngs(0), **dtypes)
+
+        @nnx.jit
+        def run(moe, x):
+            def objective(moe, x, _):
+                return moe(x, parallel=parallel).output.sum(), None
+
+            return accumulate_gradients(moe, objective, PreparedBatch(None, parallel), x)[0]
+
+        experts = run(moe, jnp.ones((2, 4, 8), jnp.float32))["experts"][...]
+    assert experts.dtype == jnp.float64
+    assert np.any(experts)
 
 
 def assert_equal(actual, desired):

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from support.runs import SIZES, SMALL
 
-from experiments.aot.bytes import count_by_kind
+from experiments.aot.bytes import count_by_kind, group_axes
 from experiments.aot.findings import read_compiled
 from experiments.rl.configs import Train
 from experiments.rl.stages import prepare_live
@@ -197,12 +197,19 @@ def test_experts_that_are_gathered_once_are_sent_as_often_as_priced():
             return nnx.state((agent, optimizer))
 
         program, _ = read_compiled(run.lower(values, samples).compile())
-        sent = count_by_kind(program.transfers(), trainer.mesh.shape)
-        return sent["dense", "all-gather", "fsdp"]
+        transfers = list(program.transfers())
+        sent = count_by_kind(transfers, trainer.mesh.shape)
+        # The sum over fsdp comes before that over data, which only sends parts.
+        sums = [each for each in transfers if each.kind == "all-reduce" and 3 in each.operands[0][1][-3:-2]]
+        over = {group_axes(each.start, trainer.mesh.shape)[0] for each in sums}
+        return sent["dense", "all-gather", "fsdp"], over
 
     experts = topology.home_slots * config.model_config.moe_layers * config.model_config.expert_size
-    assert gathered(True) == 4 * experts // 2
-    assert gathered(False) == config.micro_batches * 2 * 4 * experts // 2
+    once, over = gathered(True)
+    assert once == 4 * experts // 2
+    assert over == {"data", "fsdp"}
+    each_time, _ = gathered(False)
+    assert each_time == config.micro_batches * 2 * 4 * experts // 2
 
 
 def test_fsdp_that_does_not_divide_the_width_is_refused():

@@ -226,7 +226,7 @@ def _phases(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
 
 
 def _between_copies(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
-    """Model the seconds in which copies of the group exchange weights and gradients of the planned layers in a step."""
+    """Model the seconds in which copies of the group exchange experts and dense gradients of the planned layers."""
     copies = config.data * config.fsdp
     if planned.cost is None or copies == 1:
         return {}
@@ -240,12 +240,14 @@ def _between_copies(planned: PlannedStages, config: Train) -> dict[str, Modelled
         )
 
     total = config.epochs * seconds(config.updates * config.micro_batches, config.updates)
-    if passes:
-        total += passes * seconds(config.recompute_micro_batches or config.updates * config.micro_batches, 0)
+    # Without micro-batches of its own, a recompute runs in the stages of the updates, and gathers in each of them.
+    alone = config.recompute_micro_batches
+    stages = [config.micro_batches] * config.updates if alone is None else [alone]
+    total += passes * sum(seconds(each, 0) for each in stages)
     layers = planned.batch.sample_load.shape[1]
     nothing = jnp.zeros(())
     time = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + layers * total)
-    return {"weights and gradients between copies": ModelledTimes(time, time, time)}
+    return {"experts and dense gradients between copies": ModelledTimes(time, time, time)}
 
 
 def _only_moves(time: BatchTime, *, moves: bool) -> BatchTime:

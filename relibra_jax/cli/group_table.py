@@ -11,8 +11,9 @@ from relibra_jax.evaluation.group_sizes import GroupPrice
 COLUMNS: Final = """\
 nodes, groups: the nodes of a group of ranks with all experts, and the number of groups, over which experts are sharded
 gathered: when groups gather experts: in every micro-batch (the default), or once an update (gather_once)
+fastest strategy: of those above, with the numbers of slots that are best for one group of all nodes
 between: modelled time of a batch in which groups exchange weights and gradients, with nothing beside it
-gain: how much faster than the first row"""
+time: with that exchange, which the table above does not have; gain: how much faster than the first row"""
 
 
 def group_table(groups: Sequence[GroupPrice], limit: float, *, width: int) -> Table:
@@ -23,7 +24,7 @@ def group_table(groups: Sequence[GroupPrice], limit: float, *, width: int) -> Ta
         limit: the memory of a rank, in bytes.
         width: the width of the table, in characters.
     """
-    table = wide_table("smaller groups, and data parallelism between them", width=width)
+    table = wide_table("groups of each size, and data parallelism between them", width=width)
     for name in ("nodes", "groups"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("gathered", "fastest strategy"):

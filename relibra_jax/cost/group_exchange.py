@@ -5,11 +5,12 @@ sizes are compared. Groups over which experts and the state of their optimizer a
 
     every micro-batch  weights in the forward and in the backward pass, and gradients, in the dtype of the computation
     once an update     weights in the dtype of the computation and float32 gradients, if they are gathered once
-                       (`relibra_jax.execution.ExpertParallel`)
+                       (`relibra_jax.execution.ExpertParallel`) and gradients are accumulated in place
 
 Groups that hold the same experts sum their float32 gradients once an update. The sum of dense gradients, which the
-price of an update has for one group, goes over the nodes of all. The same ranks of all groups are on different nodes,
-and exchange at the full rate of their links, with nothing beside them.
+price of an update has for one group, goes over the nodes of all; that layers gather dense parameters, if these are
+sharded too, is not priced. The same ranks of all groups are on different nodes, and exchange at the full rate of their
+links, with nothing beside them.
 """
 
 from relibra_jax.contract.types import Topology
@@ -29,7 +30,8 @@ def group_exchange_time(
             there are fewer, all ``shards`` groups do.
         topology: one of the groups, whose ranks exchange the experts of home and resident slots.
         micro_batches: the number of micro-batches of a group.
-        gather_once: whether experts are gathered once an update, and once in a recompute.
+        gather_once: whether experts are gathered once an update, and once in a recompute, which has the residents of an
+            update.
 
     Raises:
         ValueError: if ``micro_batches`` is not an integer of at least 1.
@@ -48,10 +50,11 @@ def group_exchange_time(
     same = max(1, cost_model.data_parallel // shards)
     number = COMPUTE_BYTES if cost_model.compute_bytes is None else cost_model.compute_bytes
     if gather_once:
-        sent = updates * (number + ACCUMULATOR_BYTES) + recompute * number
+        of_homes = recompute * number * topology.home_slots
+        sent = updates * (number + ACCUMULATOR_BYTES) * topology.held_slots + of_homes
     else:
-        sent = micro_batches * (3 * (updates > 0) + recompute) * number
-    summed = updates * 2 * ACCUMULATOR_BYTES * (1 - 1 / same) / shards
-    experts = (sent * (1 - 1 / shards) + summed) * topology.held_slots * cost_model.model.expert_params
+        sent = micro_batches * (3 * (updates > 0) + recompute) * number * topology.held_slots
+    summed = updates * 2 * ACCUMULATOR_BYTES * (1 - 1 / same) / shards * topology.held_slots
+    experts = (sent * (1 - 1 / shards) + summed) * cost_model.model.expert_params
     dense = updates * dense_gradient_bytes(cost_model.model) * (1 - 1 / (shards * same)) / topology.num_ranks
     return (experts + dense) / cost_model.cluster.rates.slow

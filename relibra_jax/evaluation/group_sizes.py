@@ -24,7 +24,7 @@ class GroupPrice(NamedTuple):
     nodes: int
     """The number of nodes of a group."""
     groups: int
-    """The number of data-parallel groups."""
+    """The number of data-parallel groups over which experts are sharded: ``shards`` times as many as nodes make."""
     gather_once: bool
     """Whether experts that are sharded over groups are gathered once an update, and not in every micro-batch."""
     strategy: Strategy
@@ -77,45 +77,45 @@ def smaller_groups(whole: Setting) -> list[int]:
 
 
 def price_groups(advice: Sequence[Advice], setting: Setting, limit: float) -> list[GroupPrice]:
-    """Return the fastest strategy of groups of one size, with either way to gather experts if there are several.
+    """Return the fastest strategy of groups of one size, for either time to gather experts if there are several groups.
 
     Args:
         advice: the results of the strategies in groups of this size.
         setting: the setting of the groups.
         limit: the memory of a rank, in bytes.
     """
-    cost_model, topology = setting.cost_model, setting.topology
+    cost_model = setting.cost_model
     micro_batches = setting.batches.num_micro_batches // cost_model.data_parallel
     layers = setting.batches.replays[0].expert_ids.shape[2]
-    priced = []
-    for once in (False, True)[: 2 if cost_model.shards > 1 else 1]:
+
+    def with_exchange(each: Advice, once: bool) -> GroupPrice:
+        slots = {"replica_slots": each.strategy.replica_slots, "resident_slots": each.strategy.resident_slots}
+        topology = dataclasses.replace(setting.topology, **slots)
         exchange = layers * group_exchange_time(
             cost_model, topology, micro_batches=micro_batches, gather_once=once
         )
-        sharded, whole = (
-            rank_memory(topology, cost_model.model, shards=cost_model.shards, gather_once=each).total
-            for each in (False, once)
+        part, whole = (
+            rank_memory(topology, cost_model.model, shards=cost_model.shards, gather_once=gathered).total
+            for gathered in (False, once)
         )
-        rows = [
-            GroupPrice(
-                topology.num_nodes,
-                cost_model.shards,
-                once,
-                each.strategy,
-                each.seconds + exchange,
-                exchange,
-                each.memory + whole - sharded,
-            )
-            for each in advice
-        ]
+        return GroupPrice(
+            topology.num_nodes,
+            cost_model.shards,
+            once,
+            each.strategy,
+            each.seconds + exchange,
+            exchange,
+            each.memory + whole - part,
+        )
+
+    def fastest(once: bool) -> GroupPrice:
+        rows = [with_exchange(each, once) for each in advice]
         fitting = [each for each in rows if each.memory <= limit]
-        best = (
-            min(fitting, key=lambda each: each.seconds)
-            if fitting
-            else min(rows, key=lambda each: each.memory)
-        )
-        priced.append(best)
-    return priced
+        if fitting:
+            return min(fitting, key=lambda each: each.seconds)
+        return min(rows, key=lambda each: each.memory)
+
+    return [fastest(once) for once in ((False, True) if cost_model.shards > 1 else (False,))]
 
 
 def strategies_of(strategies: Sequence[Strategy], nodes: int) -> list[Strategy]:

@@ -109,4 +109,4 @@ class Costs:
     """Model one more forward pass over every micro-batch, which recomputes old log-probabilities."""
     shards: int = 1
     """The number of data-parallel groups that share the optimizer state, for its memory on a rank and the time of an
-    update. What the groups exchange is not priced, but beside plans in ``relibra advise``."""
+    update. Times of plans do not have what the groups exchange; ``relibra advise`` adds it in its table of groups."""

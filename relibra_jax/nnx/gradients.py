@@ -117,16 +117,21 @@ def accumulate_gradients(
         ]
         return totals, auxiliary
 
-    def zeros(leaf):
-        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+    def zeros(leaf, like):
+        return jnp.zeros(leaf.shape, jnp.promote_types(like.dtype, jnp.float32))
 
-    of_variables = shard_like_dense(jax.tree.map(zeros, list(variables)), batch.parallel.mesh)
+    # Totals of gathered experts are as wide as the parameters.
+    of_variables = [
+        variable.replace(zeros(value, original.get_raw_value()))
+        for variable, value, original in zip(variables, values, stored, strict=False)
+    ]
+    of_variables = shard_like_dense(of_variables, batch.parallel.mesh)
     totals = [
         total_of_groups(variable, batch.parallel) if add else variable.get_raw_value()
         for variable, add in zip(of_variables, adds, strict=False)
     ]
     if residents is not None:
-        of_residents = zeros(residents.weights)
+        of_residents = zeros(residents.weights, residents.weights)
         totals.append(total_of_residents(of_residents, batch.parallel) if in_place else of_residents)
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
     totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)

@@ -106,8 +106,14 @@ def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParalle
     groups = range(lead, lead + total.ndim - variable.get_raw_value().ndim)
     if not groups:
         return total
-    sharding = _sharding(parallel.mesh, lead, fsdp_axis=fsdp_axis_of(variable))
-    return jax.lax.with_sharding_constraint(total.sum(tuple(groups)), sharding)
+    fsdp_axis = fsdp_axis_of(variable)
+    others = tuple(None if axis == fsdp_axis else axis for axis in parallel.data_axes)
+    # The sum over the FSDP axis comes first and scatters the total. One sum over all axes would send it whole.
+    shared = tuple(axis for axis, name in zip(groups, others, strict=True) if name is None)
+    parts = _sharding(parallel.mesh, lead, *others, fsdp_axis=fsdp_axis)
+    total = jax.lax.with_sharding_constraint(total.sum(shared, keepdims=True), parts)
+    whole = _sharding(parallel.mesh, lead, fsdp_axis=fsdp_axis)
+    return jax.lax.with_sharding_constraint(total.sum(tuple(groups)), whole)
 
 
 def _sharding(mesh: Mesh, lead: int, *groups: str | None, fsdp_axis: str | None = None) -> NamedSharding:
