@@ -43,6 +43,7 @@ PROGRAMS: Final = (
     dataclasses.replace(_SMALL, shard_dense=False),
     _SMALL,
     dataclasses.replace(_SMALL, nodes=2, tokens=32768),
+    dataclasses.replace(_SMALL, nodes=1, fsdp=4, tokens=16384, gather_once=True),
     dataclasses.replace(_SMALL, model="GLM-4.5-Air", moments="bfloat16"),
     _LARGE,
     dataclasses.replace(_LARGE, fsdp=1, data=5, state_memory=HOST, activation_memory=HOST),
