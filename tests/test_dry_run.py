@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from experiments.model_memory import check_training_memory
 from experiments.rl import dry_plan
 from experiments.rl.configs import Train
 from experiments.rl.dry_plan import find_trace, plan_batch
-from experiments.rl.dry_run import dry_run, find_hardware
+from experiments.rl.dry_run import DryRun, dry_run, find_hardware
 from experiments.rl.dry_tables import print_dry_run, total_times
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, run_sizes, split_key
@@ -167,6 +168,17 @@ def test_a_dry_run_prices_what_copies_exchange(changes, sent):
     dense = 2 * config.updates * dense_gradient_bytes(model) / 4 / 2
     assert float(times.plan.total) == pytest.approx(model.moe_layers * (experts + dense), rel=1e-4)
     assert times.plan == times.staying == times.balanced
+    gathers = "fsdp" in changes and "gather_once" not in changes
+    assert (planned.gather_once_saves > 0) == gathers
+    if gathers:
+        assert planned.gather_once_saves == pytest.approx(
+            (14 - 7) / 14 * experts * model.moe_layers, rel=1e-4
+        )
+        _, text = printed(DryRun(config, hardware, run_sizes(config), (), (), planned))
+        assert re.search(
+            r"with gather_once=True a step would take [\d.e+]+ s less \(modelled\), and [\d.]+ GB of a rank",
+            text,
+        )
 
 
 def test_the_command_prints_a_dry_run_and_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -78,6 +78,9 @@ class Planned(NamedTuple):
     price."""
     seconds: float
     """The seconds that planning took here, with its compilation."""
+    gather_once_saves: float
+    """The modelled seconds of a step that ``gather_once`` would save: 0 if experts are gathered so, or are not sharded
+    over copies."""
 
 
 def find_trace(model: ModelConfig, name: str | None) -> Trace:
@@ -144,17 +147,22 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
     top_k = config.model_config.top_k
     kinds = planned.parallel.kinds(top_k)
     across = ", replicas on all nodes" if planned.parallel.across_nodes else ""
+    phases, between = _phases(planned, config), _between_copies(planned, config)
+    if between:
+        nothing = jnp.zeros(())
+        exchange = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + between)
+        phases["experts and dense gradients between copies"] = ModelledTimes(exchange, exchange, exchange)
+    gathers = config.fsdp > 1 and not config.gather_once
+    once = _between_copies(planned, dataclasses.replace(config, gather_once=True)) if gathers else between
     return Planned(
         trace=trace,
         layers=layers,
         stretch=stretch,
         way=f"tokens {kinds.path}, {kinds.exchange}{', striped' if kinds.striped else ''}{across}",
         rows=_rows(planned, config, stretch),
-        phases={
-            name: jax.tree.map(lambda seconds: share * seconds, times)
-            for name, times in (_phases(planned, config) | _between_copies(planned, config)).items()
-        },
+        phases={name: jax.tree.map(lambda seconds: share * seconds, times) for name, times in phases.items()},
         seconds=planned.seconds,
+        gather_once_saves=share * (between - once),
     )
 
 
@@ -225,11 +233,11 @@ def _phases(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
     return phases
 
 
-def _between_copies(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
+def _between_copies(planned: PlannedStages, config: Train) -> float:
     """Model the seconds in which copies of the group exchange experts and dense gradients of the planned layers."""
     copies = config.data * config.fsdp
     if planned.cost is None or copies == 1:
-        return {}
+        return 0.0
     cost = dataclasses.replace(planned.cost, shards=config.fsdp, data_parallel=copies)
     topology, passes = planned.parallel.topology, config.recomputes - config.recomputes_live
 
@@ -244,10 +252,7 @@ def _between_copies(planned: PlannedStages, config: Train) -> dict[str, Modelled
     alone = config.recompute_micro_batches
     stages = [config.micro_batches] * config.updates if alone is None else [alone]
     total += passes * sum(seconds(each, 0) for each in stages)
-    layers = planned.batch.sample_load.shape[1]
-    nothing = jnp.zeros(())
-    time = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + layers * total)
-    return {"experts and dense gradients between copies": ModelledTimes(time, time, time)}
+    return planned.batch.sample_load.shape[1] * total
 
 
 def _only_moves(time: BatchTime, *, moves: bool) -> BatchTime:

@@ -1,5 +1,6 @@
 """The tables of a dry run: settings, memory by stage and item, buffers, and the modelled time of a step."""
 
+import dataclasses
 from typing import Final, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from experiments.rl.dry_plan import Planned
 from experiments.rl.dry_run import DryRun
-from experiments.step_memory import counted_rows, host_bytes, memory_by_stage
+from experiments.step_memory import counted_rows, host_bytes, memory_by_stage, rank_gigabytes
 from relibra_jax.cost.batch_time import PARTS
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages
 from relibra_jax.support.counted import counted
@@ -173,4 +174,10 @@ def _closing(dry: DryRun) -> list[str]:
         )
     else:
         lines.append(f"price={dry.config.price}: no time is modelled")
+    memory = rank_gigabytes(dataclasses.replace(dry.sizes, gather_once=True))
+    if planned.gather_once_saves > 0 and memory <= dry.hardware.memory / 1e9:
+        lines.append(
+            f"with gather_once=True a step would take {planned.gather_once_saves:.3g} s less (modelled),"
+            f" and {memory:.1f} GB of a rank"
+        )
     return lines
