@@ -320,7 +320,11 @@ TRAINING = [line for line in map(json.loads, RECORD.read_text().splitlines()) if
 
 
 @pytest.mark.parametrize(
-    "line", TRAINING, ids=lambda line: f"{line['program']} {line['model']} {line['nodes']} {line['tokens']}"
+    "line",
+    TRAINING,
+    ids=lambda line: (
+        f"{line['program']} {line['model']} {line['nodes']} {line['tokens']}{' once' * line.get('gather_once', False)}"
+    ),
 )
 def test_count_is_near_the_memory_of_published_models_compiled_for_h100(line):
     """The record is of ``python -m experiments.aot.whole``, where XLA says how much memory a program takes."""

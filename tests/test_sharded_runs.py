@@ -201,13 +201,14 @@ def test_experts_that_are_gathered_once_are_sent_as_often_as_priced():
         sent = count_by_kind(transfers, trainer.mesh.shape)
         # The sum over fsdp comes before that over data, which only sends parts.
         sums = [each for each in transfers if each.kind == "all-reduce" and 3 in each.operands[0][1][-3:-2]]
-        over = {group_axes(each.start, trainer.mesh.shape)[0] for each in sums}
-        return sent["dense", "all-gather", "fsdp"], over
+        widths = {group_axes(each.start, trainer.mesh.shape)[0]: each.operands[0][1][-2] for each in sums}
+        return sent["dense", "all-gather", "fsdp"], widths
 
     experts = topology.home_slots * config.model_config.moe_layers * config.model_config.expert_size
-    once, over = gathered(True)
+    once, widths = gathered(True)
     assert once == 4 * experts // 2
-    assert over == {"data", "fsdp"}
+    width = config.model_config.width
+    assert widths == {"fsdp": width, "data": width // 2}
     each_time, _ = gathered(False)
     assert each_time == config.micro_batches * 2 * 4 * experts // 2
 

@@ -79,8 +79,8 @@ class Planned(NamedTuple):
     seconds: float
     """The seconds that planning took here, with its compilation."""
     gather_once_saves: float
-    """The modelled seconds of a step that ``gather_once`` would save: 0 if experts are gathered so, or are not sharded
-    over copies."""
+    """The modelled seconds of a step that ``gather_once`` would save: 0 without a price, if experts are gathered so, or
+    if they are not sharded over copies."""
 
 
 def find_trace(model: ModelConfig, name: str | None) -> Trace:
@@ -152,8 +152,9 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
         nothing = jnp.zeros(())
         exchange = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + between)
         phases["experts and dense gradients between copies"] = ModelledTimes(exchange, exchange, exchange)
-    gathers = config.fsdp > 1 and not config.gather_once
-    once = _between_copies(planned, dataclasses.replace(config, gather_once=True)) if gathers else between
+    between_once = between
+    if config.fsdp > 1 and not config.gather_once:
+        between_once = _between_copies(planned, dataclasses.replace(config, gather_once=True))
     return Planned(
         trace=trace,
         layers=layers,
@@ -162,7 +163,7 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
         rows=_rows(planned, config, stretch),
         phases={name: jax.tree.map(lambda seconds: share * seconds, times) for name, times in phases.items()},
         seconds=planned.seconds,
-        gather_once_saves=share * (between - once),
+        gather_once_saves=share * (between - between_once),
     )
 
 
@@ -234,7 +235,10 @@ def _phases(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
 
 
 def _between_copies(planned: PlannedStages, config: Train) -> float:
-    """Model the seconds in which copies of the group exchange experts and dense gradients of the planned layers."""
+    """Model the seconds in which copies of the group exchange experts and dense gradients of the planned layers.
+
+    With ``gather_once``, the residents of a reference are not counted: it pushes its own, which are gathered once more.
+    """
     copies = config.data * config.fsdp
     if planned.cost is None or copies == 1:
         return 0.0

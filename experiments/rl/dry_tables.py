@@ -151,7 +151,7 @@ def total_times(planned: Planned) -> ModelledTimes:
 
 
 def _closing(dry: DryRun) -> list[str]:
-    """Return what the numbers are modelled for."""
+    """Return what the numbers are modelled for, and what it would save to gather experts once."""
     planned = dry.planned
     if planned is None:
         return []
@@ -174,10 +174,11 @@ def _closing(dry: DryRun) -> list[str]:
         )
     else:
         lines.append(f"price={dry.config.price}: no time is modelled")
-    memory = rank_gigabytes(dataclasses.replace(dry.sizes, gather_once=True))
-    if planned.gather_once_saves > 0 and memory <= dry.hardware.memory / 1e9:
-        lines.append(
-            f"with gather_once=True a step would take {planned.gather_once_saves:.3g} s less (modelled),"
-            f" and {memory:.1f} GB of a rank"
-        )
+    if planned.gather_once_saves > 0:
+        memory = rank_gigabytes(dataclasses.replace(dry.sizes, gather_once=True))
+        if memory <= dry.hardware.memory / 1e9:
+            lines.append(
+                f"gather_once=True would save {planned.gather_once_saves:.3g} s of a step (modelled);"
+                f" a rank would need {memory:.1f} GB (computed)"
+            )
     return lines

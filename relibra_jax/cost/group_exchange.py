@@ -30,8 +30,8 @@ def group_exchange_time(
             there are fewer, all ``shards`` groups do.
         topology: one of the groups, whose ranks exchange the experts of home and resident slots.
         micro_batches: the number of micro-batches of a group.
-        gather_once: whether experts are gathered once an update, and once in a recompute, which has the residents of an
-            update.
+        gather_once: whether experts are gathered once an update, and once in a recompute, whose residents an update has
+            gathered.
 
     Raises:
         ValueError: if ``micro_batches`` is not an integer of at least 1.

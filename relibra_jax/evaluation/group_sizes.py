@@ -24,7 +24,7 @@ class GroupPrice(NamedTuple):
     nodes: int
     """The number of nodes of a group."""
     groups: int
-    """The number of data-parallel groups over which experts are sharded: ``shards`` times as many as nodes make."""
+    """The number of data-parallel groups over which experts are sharded: those of the nodes times `Costs.shards`."""
     gather_once: bool
     """Whether experts that are sharded over groups are gathered once an update, and not in every micro-batch."""
     strategy: Strategy
@@ -77,7 +77,7 @@ def smaller_groups(whole: Setting) -> list[int]:
 
 
 def price_groups(advice: Sequence[Advice], setting: Setting, limit: float) -> list[GroupPrice]:
-    """Return the fastest strategy of groups of one size, for either time to gather experts if there are several groups.
+    """Return the fastest strategy of groups of one size: one for each value of ``gather_once`` if there are several.
 
     Args:
         advice: the results of the strategies in groups of this size.

@@ -117,12 +117,12 @@ def accumulate_gradients(
         ]
         return totals, auxiliary
 
-    def zeros(leaf, like):
-        return jnp.zeros(leaf.shape, jnp.promote_types(like.dtype, jnp.float32))
+    def zeros(shape, dtype):
+        return jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
 
     # Totals of gathered experts are as wide as the parameters.
     of_variables = [
-        variable.replace(zeros(value, original.get_raw_value()))
+        variable.replace(zeros(value.shape, original.get_raw_value().dtype))
         for variable, value, original in zip(variables, values, stored, strict=False)
     ]
     of_variables = shard_like_dense(of_variables, batch.parallel.mesh)
@@ -131,7 +131,7 @@ def accumulate_gradients(
         for variable, add in zip(of_variables, adds, strict=False)
     ]
     if residents is not None:
-        of_residents = zeros(residents.weights, residents.weights)
+        of_residents = zeros(residents.weights.shape, residents.weights.dtype)
         totals.append(total_of_residents(of_residents, batch.parallel) if in_place else of_residents)
     numbers = jnp.arange(len(jax.tree.leaves((samples, batch.layers()))[0]))[micro_batches]
     totals, auxiliary = jax.lax.scan(accumulate, totals, numbers)

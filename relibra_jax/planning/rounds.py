@@ -11,7 +11,7 @@ rank sends replicas of more experts inside its node than in the priced ones: a p
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
 
     def plan_starts() -> tuple[_Choice, Plan]:
         request = request_of(problem, starts)
-        choice, _ = _choose(problem, lambda: request, problem.no_homes)
+        choice, _ = _choose(problem, request, problem.no_homes)
         return choice, _plan_choice(problem, request, choice)
 
     blank, no_plan = jax.tree.map(jnp.zeros_like, jax.eval_shape(plan_starts))
@@ -80,21 +80,21 @@ def plan_rounds(problem: Problem) -> tuple[tuple[BatchPlan, ...], Any]:
 
     def body(number, carry: tuple[_Best, _Merged, _Latest, Plan]) -> tuple[_Best, _Merged, _Latest, Plan]:
         best, merged, latest, whole_plan = carry
-        now = schedule.at(number)
-        assignments = _assignments(problem, now, starts, best, latest)
-        request = request_of(problem, assignments, now.micro_batches)
-        request = request._replace(exports=jnp.where(now.ends, best.exports, 0))
-        choice, state = _search_or_stay(problem, now, assignments, request, best, merged, latest)
+        one_pass = schedule.at(number)
+        assignments = _assignments(problem, one_pass, starts, best, latest)
+        request = request_of(problem, assignments, one_pass.micro_batches)
+        request = request._replace(exports=jnp.where(one_pass.is_part, best.exports, 0))
+        choice, state = _search_or_stay(problem, one_pass, assignments, request, best, merged, latest)
         plan = _plan_choice(problem, request, choice)
         compute_price = functools.partial(_price, problem, assignments, request, plan)
-        price = jax.lax.cond(now.ends, lambda: worst, compute_price)
+        price = jax.lax.cond(one_pass.is_part, lambda: worst, compute_price)
         new = _Best(assignments, choice, state, price, _most_exports(problem, request, plan))
-        if now.trial is not None:
-            merged = _merge(new, best, merged, now.trial, now.tries)
+        if one_pass.trial is not None:
+            merged = _merge(new, best, merged, one_pass.trial, one_pass.tries)
         after = _Latest(state, _next_placement(problem, choice, number), assignments)
-        latest = _select(now.tries, latest, after)
+        latest = _select(one_pass.tries, latest, after)
         best = _select(price.total < best.price.total, new, best)
-        return best, merged, latest, _write_part(whole_plan, plan, now.begin)
+        return best, merged, latest, _write_part(whole_plan, plan, one_pass.begin)
 
     latest = _Latest(problem.state, _first_placement(problem), starts)
     carry = (nothing, _Merged(blank, worst.by_layer), latest, no_plan)
@@ -110,12 +110,12 @@ class _Pass(NamedTuple):
     """The number of the pass."""
     tries: Array
     """Whether the pass tries homes without a search, or plans the best choice."""
-    ends: Array
-    """Whether it plans micro-batches of the best choice, and prices nothing."""
+    is_part: Array
+    """Whether it plans a part of the best choice, and prices nothing."""
     trial: Trial | None
     """What it tries; None if nothing is tried."""
     begin: Array
-    """The first micro-batch that it plans if it ends the loop."""
+    """The first micro-batch of the part."""
     micro_batches: Int[Array, " some"] | None
     """The numbers of the micro-batches that it plans; None for all."""
 
@@ -155,7 +155,7 @@ class _Schedule:
 
     @property
     def end(self) -> int:
-        """The number of passes, with those before the first."""
+        """One more than the number of the last pass."""
         return self._first_part + self.parts
 
     @property
@@ -165,14 +165,14 @@ class _Schedule:
 
     def at(self, number: Array) -> _Pass:
         """Return a pass by its number."""
-        size, ends, trial = len(self.priced), number >= self._first_part, None
+        size, is_part, trial = len(self.priced), number >= self._first_part, None
         begin = jnp.clip((number - self._first_part) * size, 0, self.count - size)
         if self.trials:
             trial = jax.tree.map(lambda *each: jnp.asarray(each)[number - self.rounds - 1], *self.trials)
         numbers = None
         if size < self.count:
-            numbers = jnp.where(ends, begin + jnp.arange(size, dtype=jnp.int32), self.priced)
-        return _Pass(number, number > self.rounds, ends, trial, begin, numbers)
+            numbers = jnp.where(is_part, begin + jnp.arange(size, dtype=jnp.int32), self.priced)
+        return _Pass(number, number > self.rounds, is_part, trial, begin, numbers)
 
 
 class _Homes(NamedTuple):
@@ -215,21 +215,21 @@ class _Latest(NamedTuple):
 
 
 def _assignments(
-    problem: Problem, now: _Pass, starts: tuple[Assignment, ...], best: _Best, latest: _Latest
+    problem: Problem, one_pass: _Pass, starts: tuple[Assignment, ...], best: _Best, latest: _Latest
 ) -> tuple[Assignment, ...]:
-    """Return the assignment of every stage's samples in a pass: a given one, or in rounds after the first a new one."""
+    """Return the assignment of every stage's samples in a pass: a new one in rounds after pass 0, or a given one."""
     if not problem.rounds:
         return starts
-    under_best = now.tries & (True if now.trial is None else ~now.trial.first_assignment)
-    given = _select(under_best | now.ends, best.assignments, starts)
+    under_best = one_pass.tries & (True if one_pass.trial is None else ~one_pass.trial.first_assignment)
+    given = _select(under_best | one_pass.is_part, best.assignments, starts)
     assign = functools.partial(_assign_stages, problem)
-    is_given = (now.number == 0) | now.tries
+    is_given = (one_pass.number == 0) | one_pass.tries
     return jax.lax.cond(is_given, lambda *_: given, assign, latest.placement, latest.assignments)
 
 
 def _search_or_stay(
     problem: Problem,
-    now: _Pass,
+    one_pass: _Pass,
     assignments: tuple[Assignment, ...],
     request: PlanRequest,
     best: _Best,
@@ -237,23 +237,24 @@ def _search_or_stay(
     latest: _Latest,
 ) -> tuple[_Choice, Any]:
     """Return the choice of a pass, searched, tried or the best, and the planner's state after it."""
-    start = _search_start(problem, latest.placement, now.number)
-    whole = functools.partial(request_of, problem, assignments)
-    search = functools.partial(
-        _choose, problem, whole if now.micro_batches is not None else lambda: request, start
-    )
-    if now.trial is None:
-        choice, state = jax.lax.cond(now.tries, lambda: (best.choice, best.state), search)
+    start = _search_start(problem, latest.placement, one_pass.number)
+
+    def search() -> tuple[_Choice, Any]:
+        whole = request if one_pass.micro_batches is None else request_of(problem, assignments)
+        return _choose(problem, whole, start)
+
+    if one_pass.trial is None:
+        choice, state = jax.lax.cond(one_pass.tries, lambda: (best.choice, best.state), search)
     else:
         assert isinstance(best.choice, _Homes)
         assert isinstance(merged.choice, _Homes)
-        stay = functools.partial(_stay, problem, now.trial, best.choice, merged.choice, latest.state)
-        choice, state = jax.lax.cond(now.tries, stay, search)
-    return _select(now.ends, best.choice, choice), state
+        stay = functools.partial(_stay, problem, one_pass.trial, best.choice, merged.choice, latest.state)
+        choice, state = jax.lax.cond(one_pass.tries, stay, search)
+    return _select(one_pass.is_part, best.choice, choice), state
 
 
 def _select[T](condition: Array, one: T, other: T) -> T:
-    """Return one of two trees of arrays."""
+    """Return the first of two trees of arrays where the condition holds, and otherwise the second."""
     return jax.tree.map(functools.partial(jnp.where, condition), one, other)
 
 
@@ -273,12 +274,10 @@ def _write_part(whole: Plan, part: Plan, begin: Int[Array, ""]) -> Plan:
     return Plan(slots, part.home, quota)
 
 
-def _choose(
-    problem: Problem, whole: Callable[[], PlanRequest], start: Int[Array, "L E"] | None
-) -> tuple[_Choice, Any]:
+def _choose(problem: Problem, request: PlanRequest, start: Int[Array, "L E"] | None) -> tuple[_Choice, Any]:
     """Search for a plan of the whole batch from given homes."""
     planner, topology = problem.planner, problem.topology
-    request = whole()._replace(start=start)
+    request = request._replace(start=start)
     if not planner.takes_homes:
         return planner.update(request, problem.state, topology)
     assert planner.reorder is not None
@@ -294,7 +293,7 @@ def _stay(problem: Problem, trial: Trial, best: _Homes, merged: _Homes, state: A
     load = problem.batch.sample_load.sum(0, dtype=jnp.float32) if history is None else history.load.sum(1)
     home = homes_of(trial, before, best.placement.home, load, problem.topology)
     own = Placement.without_residents(home, problem.topology)
-    placement = jax.tree.map(functools.partial(jnp.where, trial.is_merged), merged.placement, own)
+    placement = _select(trial.is_merged, merged.placement, own)
     choice = _Homes(placement, jnp.asarray(trial.bare))
     return choice, state._replace(home=choice.placement.home)
 
@@ -339,7 +338,7 @@ def _merge(new: _Best, best: _Best, merged: _Merged, trial: Trial, tries: Array)
     # Under the best assignment, with replicas, the trials begin with the best plan.
     from_best = begins & ~trial.first_assignment & ~trial.bare
     old = jnp.where(from_best, best.price.by_layer, jnp.where(begins, jnp.inf, merged.by_layer))
-    old_choice = jax.tree.map(functools.partial(jnp.where, from_best), best.choice, merged.choice)
+    old_choice = _select(from_best, best.choice, merged.choice)
     wins = (new.price.by_layer < old) & ~trial.is_merged
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -380,7 +379,7 @@ def _next_placement(problem: Problem, choice: _Choice, number: Array) -> Placeme
     planned = (home != EMPTY).all() & (home != contiguous_homes(problem.topology, len(home))).any()
     begins = (number == 0) & planned
     before = Placement.without_residents(home, problem.topology)
-    return jax.tree.map(functools.partial(jnp.where, begins), before, placement)
+    return _select(begins, before, placement)
 
 
 def _assign_stages(
