@@ -633,6 +633,14 @@ def test_flax_loop_is_balanced_and_learns(capsys):
     assert max(imbalances) < 1.05
 
 
+@pytest.mark.slow
+def test_flax_loop_trains_where_samples_do_not_fill_all_ranks(monkeypatch):
+    monkeypatch.setattr(flax_loop, "SAMPLES", 30)
+    losses = flax_loop.main(batches=2)
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.long
 def test_flax_loop_equals_static_placement(capsys):
     losses = flax_loop.main(batches=2)

@@ -8,7 +8,13 @@ from relibra_jax.contract.types import Topology
 from relibra_jax.cost import CLUSTERS, MODELS, CostModel, group_exchange_time, rank_memory
 from relibra_jax.evaluation import Batching, Costs, make_setting
 from relibra_jax.evaluation.advice import Advice, price
-from relibra_jax.evaluation.group_sizes import group_setting, price_groups, smaller_groups, strategies_of
+from relibra_jax.evaluation.group_sizes import (
+    group_setting,
+    groups_without_samples,
+    price_groups,
+    smaller_groups,
+    strategies_of,
+)
 from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.traces.read import read_trace
 
@@ -90,6 +96,7 @@ def test_groups_of_one_node_have_the_samples_of_one_group_and_share_its_state():
     samples = min(len(replay.mask) for replay in whole.batches.replays)
     full = dataclasses.replace(whole, batches=whole.batches._replace(num_micro_batches=samples // 2))
     assert smaller_groups(full) == [2], "four groups would have micro-batches without a sample"
+    assert (groups_without_samples(full), groups_without_samples(whole)) == ([1], [])
 
 
 def test_strategies_are_priced_with_the_exchange_of_their_own_residents():

@@ -182,24 +182,44 @@ def test_gradients_of_experts_sharded_over_groups_are_those_of_groups_with_whole
     assert any("/while/" in line for line in weights_and_residents) != gather_once
 
 
+def gradients_of_layer(*, fsdp_axis="fsdp", in_place=False, **dtypes):
+    """Return the gradients of a layer that routes live in two groups along fsdp, with experts gathered once."""
+    mesh = expert_mesh(ONE_NODE, devices=jax.devices()[:4], fsdp=2)
+    parallel = ExpertParallel(mesh=mesh, topology=ONE_NODE, gather_once=True)
+    gating = Gating(top_k=2, scores="softmax")
+    moe = MoELayer(ONE_NODE, 8, 8, gating, mesh=mesh, fsdp_axis=fsdp_axis, rngs=nnx.Rngs(0), **dtypes)
+
+    @nnx.jit
+    def run(moe, x):
+        def objective(moe, x, _):
+            return moe(x, parallel=parallel).output.sum(), None
+
+        batch = PreparedBatch(None, parallel)
+        return accumulate_gradients(moe, objective, batch, x, in_place=in_place)[0]
+
+    return run(moe, jnp.ones((2, 4, 8), jnp.float32))
+
+
 def test_gradients_of_experts_that_are_gathered_once_are_as_wide_as_their_parameters():
     with jax.enable_x64(True):
-        mesh = expert_mesh(ONE_NODE, devices=jax.devices()[:4], fsdp=2)
-        parallel = ExpertParallel(mesh=mesh, topology=ONE_NODE, gather_once=True)
-        dtypes = {"param_dtype": jnp.float64, "dtype": jnp.float32}
-        gating = Gating(top_k=2, scores="softmax")
-        moe = MoELayer(ONE_NODE, 8, 8, gating, mesh=mesh, fsdp_axis="fsdp", rngs=nnx.Rngs(0), **dtypes)
-
-        @nnx.jit
-        def run(moe, x):
-            def objective(moe, x, _):
-                return moe(x, parallel=parallel).output.sum(), None
-
-            return accumulate_gradients(moe, objective, PreparedBatch(None, parallel), x)[0]
-
-        experts = run(moe, jnp.ones((2, 4, 8), jnp.float32))["experts"][...]
+        experts = gradients_of_layer(param_dtype=jnp.float64, dtype=jnp.float32)["experts"][...]
     assert experts.dtype == jnp.float64
     assert np.any(experts)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"fsdp_axis": None},
+            "gather_once=True, but no experts are sharded over an FSDP axis: pass fsdp_axis",
+        ),
+        ({"in_place": True}, "in_place=True needs a model that adds gradients where it computes them"),
+    ],
+)
+def test_what_a_model_cannot_do_with_its_gradients_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        gradients_of_layer(**options)
 
 
 def assert_equal(actual, desired):

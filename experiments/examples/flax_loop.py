@@ -50,12 +50,12 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
         self.experts = MoELayer(TOPOLOGY, WIDTH, EXPERT_WIDTH, gating, rngs=rngs)
 
-    def __call__(self, x, expert_ids, layer, parallel):
+    def __call__(self, x, expert_ids, layer, parallel, mask):
         """Apply the block to ``x``, with the recorded ``expert_ids`` and the plan of this ``layer``."""
         experts, x = self.experts.fetch(x, layer, parallel)  # fetches replicas while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        moe = self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=experts)
-        return x + moe.output
+        of_layer = {"parallel": parallel, "experts": experts, "mask": mask}
+        return x + self.experts(self.expert_norm(x), expert_ids, layer, **of_layer).output
 
 
 class Model(nnx.Module):
@@ -66,12 +66,15 @@ class Model(nnx.Module):
         self.blocks = nnx.vmap(Block)(rngs.split(LAYERS))
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
-    def __call__(self, tokens, expert_ids, layers, parallel):
-        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``, or None for both."""
+    def __call__(self, tokens, expert_ids, layers, parallel, mask=None):
+        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``, or None for both.
+
+        No expert computes tokens where ``mask`` is False: padding, and places of ranks that hold no sample.
+        """
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry)
         def run_blocks(x, block, expert_ids, layer):
-            return block(x, expert_ids, layer, parallel)
+            return block(x, expert_ids, layer, parallel, mask)
 
         routes = None if expert_ids is None else jnp.moveaxis(expert_ids, -2, 0)
         x = run_blocks(self.embedding(tokens), self.blocks, routes, layers)
@@ -105,9 +108,9 @@ def train_step(model, optimizer, batch, sequences):
 
     def objective(model, sequences, layers):
         tokens, replay = sequences
-        logits = model(tokens, replay.expert_ids, layers, batch.parallel)
+        logits = model(tokens, replay.expert_ids, layers, batch.parallel, replay.mask)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-        loss = losses.sum() / (SAMPLES * (TOKENS - 1))
+        loss = (losses * replay.mask[:, 1:]).sum() / (SAMPLES * (TOKENS - 1))
         return loss, loss
 
     gradients, losses = accumulate_gradients(model, objective, batch, sequences)

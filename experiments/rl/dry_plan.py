@@ -41,6 +41,8 @@ from relibra_jax.traces.trace import Trace, some_layers
 
 PLANNED_LAYERS: Final = 4
 """The largest number of layers that are planned."""
+BETWEEN: Final = "experts and dense gradients between copies"
+"""The phase of a step in which copies of the group exchange weights and gradients, beside nothing else."""
 DRAWN_SAMPLES: Final = 256
 """The number of samples of a synthetic trace. Larger batches draw from them with replacement."""
 
@@ -151,7 +153,7 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
     if between:
         nothing = jnp.zeros(())
         exchange = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + between)
-        phases["experts and dense gradients between copies"] = ModelledTimes(exchange, exchange, exchange)
+        phases[BETWEEN] = ModelledTimes(exchange, exchange, exchange)
     between_once = between
     if config.fsdp > 1 and not config.gather_once:
         between_once = _between_copies(planned, dataclasses.replace(config, gather_once=True))

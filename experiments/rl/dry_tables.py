@@ -1,14 +1,16 @@
 """The tables of a dry run: settings, memory by stage and item, buffers, and the modelled time of a step."""
 
 import dataclasses
+import operator
 from typing import Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.rl.dry_plan import Planned
+from experiments.rl.dry_plan import BETWEEN, Planned
 from experiments.rl.dry_run import DryRun
 from experiments.step_memory import counted_rows, host_bytes, memory_by_stage, rank_gigabytes
 from relibra_jax.cost.batch_time import PARTS
@@ -138,10 +140,14 @@ def _time(planned: Planned) -> Table:
     step = total_times(planned)
     table.add_section()
     table.add_row("together", *(f"{time.total:.3g}" for time in step))
+    between = planned.phases.get(BETWEEN)
+    rest = step if between is None else jax.tree.map(operator.sub, step, between)
     for part, text in PARTS.items():
-        seconds = [getattr(time, part) for time in step]
+        seconds = [getattr(time, part) for time in rest]
         if any(seconds):
             table.add_row(f"  {text}", *(f"{value:.3g}" for value in seconds))
+    if between is not None:
+        table.add_row(f"  {BETWEEN}", *(f"{time.total:.3g}" for time in between))
     return table
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from relibra_jax.cli.advice_figure import draw_advice
 from relibra_jax.cli.group_table import COLUMNS as GROUP_COLUMNS
-from relibra_jax.cli.group_table import group_numbers, group_table
+from relibra_jax.cli.group_table import fastest_groups, group_numbers, group_table
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.predictor_table import (
     COLUMNS,
@@ -30,9 +30,16 @@ from relibra_jax.cli.predictor_table import (
 )
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.contract.types import Topology
-from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting
+from relibra_jax.cost.memory import rank_memory
+from relibra_jax.evaluation import Batching, Costs, Ranks, Setting, make_setting
 from relibra_jax.evaluation.advice import STEPS, Advice, best_slots, over_skew, over_tokens, price
-from relibra_jax.evaluation.group_sizes import group_setting, price_groups, smaller_groups, strategies_of
+from relibra_jax.evaluation.group_sizes import (
+    group_setting,
+    groups_without_samples,
+    price_groups,
+    smaller_groups,
+    strategies_of,
+)
 from relibra_jax.evaluation.predictor_prices import price_predictors
 from relibra_jax.evaluation.predictors import make_predictors
 from relibra_jax.evaluation.strategies import strategies
@@ -99,6 +106,7 @@ def run_advise(options: Advise, console: Console) -> None:
     if options.memory is not None:
         check_positive("memory", options.memory)
         limit = options.memory * 1e9
+    _check_limit(limit, setting)
     with progress_bar(console, width=12) as bar:
         task = bar.add_task("strategies", total=len(tried))
 
@@ -106,8 +114,8 @@ def run_advise(options: Advise, console: Console) -> None:
             bar.update(task, advance=1)
 
         advice = price(tried, setting, progress=progress)
-        best = _best_within(advice, limit)
         fitting = [each for each in advice if each.memory <= limit]
+        best = min((each for each in fitting if each.strategy.runs), key=lambda each: each.seconds)
         candidates = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
         bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(candidates))
         sizes = over_tokens(candidates, setting, options.costs.tokens_per_rank, progress=progress)
@@ -136,8 +144,8 @@ def run_advise(options: Advise, console: Console) -> None:
     )
     console.print(advice_table(advice, limit, title), crop=False, soft_wrap=True)
     for line in (
-        f"best strategy within {limit / 1e9:.0f} GB per rank: {best.strategy.label}, planned from"
-        f" {_LOADS_KNOWN[best.strategy.foresight]}",
+        f"best strategy within {limit / 1e9:g} GB per rank in {counted(options.nodes, 'node')}:"
+        f" {best.strategy.label}, planned from {_LOADS_KNOWN[best.strategy.foresight]}",
         _pays("tokens per rank and micro-batch", sizes, "{:,.0f}"),
         _pays("imbalance under static placement", skews, "{:.2f}"),
         _COLUMNS,
@@ -145,7 +153,15 @@ def run_advise(options: Advise, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     if len(groups) > 1:
         console.print(group_table(groups, limit, width=TABLE_WIDTH), crop=False, soft_wrap=True)
-        console.print(GROUP_COLUMNS, highlight=False, soft_wrap=True)
+        for line in (fastest_groups(groups, limit), GROUP_COLUMNS):
+            console.print(line, highlight=False, soft_wrap=True)
+    if too_many := groups_without_samples(setting):
+        console.print(
+            f"groups of {', '.join(map(str, too_many))} of {counted(options.nodes, 'node')} are not priced: they would"
+            " have more micro-batches than a batch has samples",
+            highlight=False,
+            soft_wrap=True,
+        )
     table = predictor_table(prices, replica_slots=slots, width=TABLE_WIDTH)
     console.print(table, crop=False, soft_wrap=True)
     for line in (
@@ -240,15 +256,15 @@ def _topology(options: Advise, replica_slots: int, resident_slots: int, num_expe
     ).topology(num_experts)
 
 
-def _best_within(advice: Sequence[Advice], limit: float) -> Advice:
-    fitting = [each for each in advice if each.memory <= limit]
-    if not fitting:
-        least = min(each.memory for each in advice)
+def _check_limit(limit: float, setting: Setting) -> None:
+    """Raise unless the memory of a rank suffices without slots, as every strategy needs at least that."""
+    cost_model = setting.cost_model
+    least = rank_memory(setting.topology, cost_model.model, shards=cost_model.shards).total
+    if least > limit:
         raise ValueError(
             f"memory={limit / 1e9:.1f} GB is too little: every strategy needs at least {least / 1e9:.1f} GB per rank;"
             " use more ranks or shards"
         )
-    return min(fitting, key=lambda each: each.seconds)
 
 
 def _pays(quantity: str, points: Sequence[Point], number: str) -> str:

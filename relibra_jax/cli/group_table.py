@@ -7,6 +7,7 @@ from rich.table import Table
 
 from relibra_jax.cli.terminal import wide_table
 from relibra_jax.evaluation.group_sizes import GroupPrice
+from relibra_jax.support.counted import counted
 
 COLUMNS: Final = """\
 nodes, groups: the nodes of a group of ranks with all experts, and the number of groups, over which experts are sharded
@@ -45,6 +46,18 @@ def group_table(groups: Sequence[GroupPrice], limit: float, *, width: int) -> Ta
             style="" if fits else "dim",
         )
     return table
+
+
+def fastest_groups(groups: Sequence[GroupPrice], limit: float) -> str:
+    """Return one line that names the fastest groups that fit the memory."""
+    fitting = [each for each in groups if each.memory <= limit]
+    if not fitting:
+        return f"no groups fit {limit / 1e9:g} GB per rank"
+    best = min(fitting, key=lambda each: each.seconds)
+    when = "once an update" if best.gather_once else "in every micro-batch"
+    gathered = "" if best.groups == 1 else f", experts gathered {when}"
+    size = counted(best.nodes, "node")
+    return f"fastest within {limit / 1e9:g} GB per rank: groups of {size}{gathered}, {best.strategy.label}"
 
 
 def group_numbers(groups: Sequence[GroupPrice]) -> list[dict[str, Any]]:

@@ -71,9 +71,26 @@ def smaller_groups(whole: Setting) -> list[int]:
     Args:
         whole: the setting of one group of all nodes.
     """
-    nodes, samples = whole.topology.num_nodes, min(len(replay.mask) for replay in whole.batches.replays)
-    most = samples // whole.batches.num_micro_batches
-    return [size for size in range(nodes - 1, 0, -1) if nodes % size == 0 and nodes // size <= most]
+    return [size for size in _divisors(whole) if _has_samples(whole, size)]
+
+
+def groups_without_samples(whole: Setting) -> list[int]:
+    """Return the numbers of nodes of smaller groups that would have more micro-batches than a batch has samples.
+
+    Args:
+        whole: the setting of one group of all nodes.
+    """
+    return [size for size in _divisors(whole) if not _has_samples(whole, size)]
+
+
+def _divisors(whole: Setting) -> list[int]:
+    nodes = whole.topology.num_nodes
+    return [size for size in range(nodes - 1, 0, -1) if nodes % size == 0]
+
+
+def _has_samples(whole: Setting, nodes: int) -> bool:
+    micro_batches = whole.topology.num_nodes // nodes * whole.batches.num_micro_batches
+    return micro_batches <= min(len(replay.mask) for replay in whole.batches.replays)
 
 
 def price_groups(advice: Sequence[Advice], setting: Setting, limit: float) -> list[GroupPrice]:
@@ -109,7 +126,7 @@ def price_groups(advice: Sequence[Advice], setting: Setting, limit: float) -> li
         )
 
     def fastest(once: bool) -> GroupPrice:
-        rows = [with_exchange(each, once) for each in advice]
+        rows = [with_exchange(each, once) for each in advice if each.strategy.runs]
         fitting = [each for each in rows if each.memory <= limit]
         if fitting:
             return min(fitting, key=lambda each: each.seconds)
@@ -119,5 +136,6 @@ def price_groups(advice: Sequence[Advice], setting: Setting, limit: float) -> li
 
 
 def strategies_of(strategies: Sequence[Strategy], nodes: int) -> list[Strategy]:
-    """Return the strategies to try in groups of some nodes: on one node, where nothing crosses, no residents."""
-    return [each for each in strategies if nodes > 1 or not each.resident_slots]
+    """Return the strategies to try in groups of some nodes: those that run; on one node, where nothing crosses, without
+    residents."""
+    return [each for each in strategies if each.runs and (nodes > 1 or not each.resident_slots)]

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from relibra_jax.evaluation.variants import ablation, with_samples_assigned
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+
+REPLICATE: Final = "replicate"
 
 
 class Strategy(NamedTuple):
@@ -21,6 +23,11 @@ class Strategy(NamedTuple):
     """The number of replica slots on each rank, R."""
     resident_slots: int
     """The number of resident slots on each rank, B."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a run can use it. Replicas alone, with experts at their first homes, are for comparison."""
+        return self.name != REPLICATE
 
     @property
     def label(self) -> str:
@@ -48,7 +55,7 @@ def strategies(*, replica_slots: Sequence[int], resident_slots: Sequence[int]) -
         tried += [
             Strategy("place once, replicate once", "history", PLANNERS["eplb_history"], slots, 0),
             Strategy("place once, replicate once", "batch", PLANNERS["eplb_batch"], slots, 0),
-            Strategy("replicate", "micro-batch", parts["+ replicate"], slots, 0),
+            Strategy(REPLICATE, "micro-batch", parts["+ replicate"], slots, 0),
             Strategy("reorder, replicate", "micro-batch", both, slots, 0),
             Strategy("reorder, replicate, assign", "micro-batch", with_samples, slots, 0),
         ]

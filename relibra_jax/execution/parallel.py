@@ -119,8 +119,9 @@ class ExpertParallel:
     gather_once: bool = False
     """Whether experts that are sharded over an FSDP axis are gathered before the first micro-batch of an update
     (`relibra_jax.nnx.accumulate_gradients`), instead of by every layer in both passes of every micro-batch. Whole
-    weights in the dtype of the computation then lie on every rank and, if gradients are accumulated ``in_place``, whole
-    totals of their gradients, which are scattered once. Otherwise gradients are still summed in every micro-batch."""
+    weights in the dtype of the computation then lie on every rank and, if gradients are accumulated ``in_place``, as a
+    `relibra_jax.models.LanguageModel` can, whole totals of their gradients, which are scattered once. Otherwise
+    gradients are still summed in every micro-batch."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`. None chooses by the device. With several processes, all of
     them make their settings at the same time, since they agree on what to choose: `pallas_kernels.agree_on_kernels`."""

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
 from relibra_jax.execution.mesh import RANKS, vary_over
-from relibra_jax.nnx.variables import ExpertParam
+from relibra_jax.nnx.variables import ExpertParam, is_variable
 
 STACKS: Final = ("layers", "dense")
 """The modules of a model whose parameters are stacked along a leading axis of layers, which is never split."""
@@ -132,7 +132,7 @@ def gather_dense[T](state: T, mesh: Mesh) -> T:
         value, dtype = variable.get_raw_value(), variable.get_metadata("compute_dtype")
         return variable.replace(_gather(value if dtype is None else value.astype(dtype), sharding))
 
-    return jax.tree.map(gather, state, is_leaf=_is_variable)
+    return jax.tree.map(gather, state, is_leaf=is_variable)
 
 
 def dense_spec_of(variable: Any, mesh: Mesh) -> PartitionSpec:
@@ -178,7 +178,7 @@ def shard_like_dense[T](state: T, mesh: Mesh) -> T:
             return variable
         return variable.replace(jax.lax.with_sharding_constraint(variable.get_raw_value(), sharding))
 
-    return jax.tree.map(constrain, state, is_leaf=_is_variable)
+    return jax.tree.map(constrain, state, is_leaf=is_variable)
 
 
 def dense_sharding(variable: Any, mesh: Mesh) -> NamedSharding | None:
@@ -209,7 +209,3 @@ def _scatter_gradient(sharding: NamedSharding, _: None, gradient: jax.Array) -> 
 
 
 _gather.defvjp(_gather_forward, _scatter_gradient)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -22,7 +22,7 @@ from relibra_jax.execution.residents import Residents, push_residents, return_gr
 from relibra_jax.nnx.dense_sharding import shard_like_dense
 from relibra_jax.nnx.group_totals import gather_experts, sum_groups, total_of_groups, total_of_residents
 from relibra_jax.nnx.prepared import PreparedBatch
-from relibra_jax.nnx.variables import ExpertParam, WithTotal, fsdp_axis_of
+from relibra_jax.nnx.variables import ExpertParam, WithTotal, fsdp_axis_of, is_variable
 from relibra_jax.support.argument_types import checks_arguments
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
@@ -72,7 +72,8 @@ def accumulate_gradients(
         The loss and all gradients of experts are NaN if ``residents`` were pushed at another step or for another batch.
 
     Raises:
-        ValueError: if ``samples`` has another number of micro-batches, or ``residents`` come without ``step``.
+        ValueError: if ``samples`` has another number of micro-batches, ``residents`` come without ``step``, no
+            parameter adds gradients ``in_place``, or ``gather_once`` finds no experts sharded over an FSDP axis.
     """
     _check_micro_batches(samples, batch.layers())
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
@@ -86,6 +87,11 @@ def accumulate_gradients(
     variables = gather_experts(list(stored), batch.parallel)
     values = [variable.get_raw_value() for variable in variables]
     adds = [in_place and variable.get_metadata("adds_gradients", False) for variable in variables]
+    if in_place and not any(adds):
+        raise ValueError(
+            "in_place=True needs a model that adds gradients where it computes them, such as"
+            " relibra_jax.models.LanguageModel: no parameter has the metadata adds_gradients"
+        )
     if residents is not None:
         values.append(residents.weights)
         adds.append(in_place)
@@ -206,14 +212,10 @@ def _add_resident_gradients(gradients: Any, resident_gradients: jax.Array, batch
     def add(leaf):
         return leaf.replace(next(sums)) if isinstance(leaf, ExpertParam) else leaf
 
-    return jax.tree.map(add, gradients, is_leaf=_is_variable)
+    return jax.tree.map(add, gradients, is_leaf=is_variable)
 
 
 def _experts(state: Any) -> list[ExpertParam]:
     """Return the expert weights of all layers, in the order of the tree."""
-    leaves = jax.tree.leaves(state, is_leaf=_is_variable)
+    leaves = jax.tree.leaves(state, is_leaf=is_variable)
     return [leaf for leaf in leaves if isinstance(leaf, ExpertParam)]
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from relibra_jax.contract.types import Array
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx.variables import AXES, ExpertParam, fsdp_axis_of
+from relibra_jax.nnx.variables import AXES, ExpertParam, fsdp_axis_of, is_variable
 
 
 def gather_experts[T](state: T, parallel: ExpertParallel) -> T:
@@ -39,9 +39,18 @@ def gather_experts[T](state: T, parallel: ExpertParallel) -> T:
 
     Returns:
         The tree with whole experts, whose metadata have no FSDP axis. Other variables are as they were.
+
+    Raises:
+        ValueError: if no experts are sharded over an FSDP axis.
     """
     if not parallel.gather_once:
         return state
+    variables = jax.tree.leaves(state, is_leaf=is_variable)
+    if not any(isinstance(each, ExpertParam) and fsdp_axis_of(each) is not None for each in variables):
+        raise ValueError(
+            "gather_once=True, but no experts are sharded over an FSDP axis: pass fsdp_axis to the layers, or to"
+            " make_model"
+        )
 
     def gather(variable: nnx.Variable) -> nnx.Variable:
         if not isinstance(variable, ExpertParam) or fsdp_axis_of(variable) is None:
@@ -54,7 +63,7 @@ def gather_experts[T](state: T, parallel: ExpertParallel) -> T:
         value = jax.lax.with_sharding_constraint(value, whole)
         return variable.replace(value, out_sharding=tuple(whole.spec))
 
-    return jax.tree.map(gather, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(gather, state, is_leaf=is_variable)
 
 
 def total_of_groups(variable: nnx.Variable, parallel: ExpertParallel) -> jax.Array:

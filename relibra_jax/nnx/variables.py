@@ -61,6 +61,11 @@ class Homes(nnx.Variable):
     """Flat home slot of each expert, ``[E]`` int32: the layout of the layer's expert weights."""
 
 
+def is_variable(leaf: Any) -> bool:
+    """Return whether a leaf is a variable."""
+    return isinstance(leaf, nnx.Variable)
+
+
 def expert_fsdp_axis(spec: Sequence[str | None], ndim: int) -> str | None:
     """Return the mesh axis over which experts are sharded along D.
 
