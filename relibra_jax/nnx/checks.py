@@ -37,8 +37,8 @@ def check_finite(model: nnx.Module) -> None:
         if not is_finite:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise ValueError(
-                f"parameter {name} is not finite: an earlier step ran with sequences of another batch or with a wrong"
-                " plan, or the training diverged; resume from an earlier checkpoint"
+                f"parameter {name} is not finite: an earlier step ran with sequences of another batch, without the mask"
+                " of their padding, or with a wrong plan, or the training diverged; resume from an earlier checkpoint"
             )
 
 
