@@ -42,6 +42,7 @@ from relibra_jax.models.log_probs import CHUNK
 from relibra_jax.models.packed_attention import BLOCK
 from relibra_jax.nnx import ExpertParam
 from relibra_jax.nnx.dense_sharding import STACKS
+from relibra_jax.nnx.variables import is_variable
 from relibra_jax.routing.sizes import worst_case_capacities
 
 ROW_ARRAYS: Final = 4.2
@@ -341,7 +342,7 @@ def rank_parameters(sizes: RunSizes) -> RankParameters:
     )
     _, shapes, shardings = abstract_model(make, sizes.mesh)
     own, outside, layers = 0, 0, dict.fromkeys(STACKS, 0)
-    leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    leaves = jax.tree.leaves_with_path(shapes, is_leaf=is_variable)
     for (path, variable), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if not isinstance(variable, nnx.Param):
             continue

@@ -23,6 +23,7 @@ from relibra_jax.models import ModelConfig
 from relibra_jax.nnx import PreparedBatch, SequencePacking
 from relibra_jax.nnx.host_state import is_training_state, on_device
 from relibra_jax.nnx.prepared import by_group
+from relibra_jax.nnx.variables import is_variable
 
 
 def training_program(setting: Whole, cluster: Cluster) -> Lowered:
@@ -122,7 +123,7 @@ def _in_memory(
         state = jax.tree.map(
             lambda variable: to_host(variable) if is_training_state(variable) else variable,
             state,
-            is_leaf=_is_variable,
+            is_leaf=is_variable,
         )
     if setting.batch_memory == HOST:
         plan = None if setting.live else batch.batch_plan
@@ -136,12 +137,8 @@ def bytes_on_host(setting: Whole, state: Any, batch: PreparedBatch, samples: Tra
     leaves = []
     if setting.state_memory == HOST:
         leaves += jax.tree.leaves(
-            list(filter(is_training_state, jax.tree.leaves(state, is_leaf=_is_variable)))
+            list(filter(is_training_state, jax.tree.leaves(state, is_leaf=is_variable)))
         )
     if setting.batch_memory == HOST:
         leaves += jax.tree.leaves((batch.layers(), samples))
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -24,7 +24,7 @@ from experiments.rl.devices import copies_of_group
 from experiments.rl.stages import stage_options
 from experiments.rl.state import make_balancer, run_price, split_key
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import RoutingReplay
+from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.cost.batch_time import BatchTime
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.group_exchange import group_exchange_time
@@ -151,8 +151,7 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
     across = ", replicas on all nodes" if planned.parallel.across_nodes else ""
     phases, between = _phases(planned, config), _between_copies(planned, config)
     if between:
-        nothing = jnp.zeros(())
-        exchange = BatchTime(*[nothing] * len(BatchTime._fields))._replace(rest=nothing + between)
+        exchange = _only(rest=jnp.asarray(between, jnp.float32))
         phases[BETWEEN] = ModelledTimes(exchange, exchange, exchange)
     between_once = between
     if config.fsdp > 1 and not config.gather_once:
@@ -263,10 +262,12 @@ def _between_copies(planned: PlannedStages, config: Train) -> float:
 
 def _only_moves(time: BatchTime, *, moves: bool) -> BatchTime:
     """Return the time of the moves of experts alone, or the time without it."""
-    nothing = jnp.zeros(())
-    if moves:
-        return BatchTime(*[nothing] * len(time))._replace(reorder=time.reorder)
-    return time._replace(reorder=nothing)
+    return _only(reorder=time.reorder) if moves else time._replace(reorder=jnp.zeros(()))
+
+
+def _only(**parts: Array) -> BatchTime:
+    """Return a time of which all other parts are 0."""
+    return BatchTime(*[jnp.zeros(())] * len(BatchTime._fields))._replace(**parts)
 
 
 def _repeated(stages: Sequence[ModelledTimes], times: int) -> ModelledTimes:

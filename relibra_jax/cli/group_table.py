@@ -49,11 +49,8 @@ def group_table(groups: Sequence[GroupPrice], limit: float, *, width: int) -> Ta
 
 
 def fastest_groups(groups: Sequence[GroupPrice], limit: float) -> str:
-    """Return one line that names the fastest groups that fit the memory."""
-    fitting = [each for each in groups if each.memory <= limit]
-    if not fitting:
-        return f"no groups fit {limit / 1e9:g} GB per rank"
-    best = min(fitting, key=lambda each: each.seconds)
+    """Return one line that names the fastest groups that fit the memory; those of all nodes do."""
+    best = min((each for each in groups if each.memory <= limit), key=lambda each: each.seconds)
     when = "once an update" if best.gather_once else "in every micro-batch"
     gathered = "" if best.groups == 1 else f", experts gathered {when}"
     size = counted(best.nodes, "node")

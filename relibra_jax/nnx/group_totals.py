@@ -25,9 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from relibra_jax.contract.types import Array
-from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx.variables import AXES, ExpertParam, fsdp_axis_of, is_variable
+from relibra_jax.nnx.variables import AXES, ExpertParam, expert_spec, fsdp_axis_of, is_variable
 
 
 def gather_experts[T](state: T, parallel: ExpertParallel) -> T:
@@ -127,7 +126,7 @@ def sum_groups(total: jax.Array, variable: nnx.Variable, parallel: ExpertParalle
 
 def _sharding(mesh: Mesh, lead: int, *groups: str | None, fsdp_axis: str | None = None) -> NamedSharding:
     """Return the sharding of expert weights or totals, with ``lead`` axes that are not sharded before the groups."""
-    return NamedSharding(mesh, PartitionSpec(*(None,) * lead, *groups, *RANKS, None, None, fsdp_axis))
+    return NamedSharding(mesh, PartitionSpec(*(None,) * lead, *groups, *expert_spec(fsdp_axis)))
 
 
 def _summed_axes(variable: nnx.Variable, parallel: ExpertParallel) -> tuple[str | None, ...]:

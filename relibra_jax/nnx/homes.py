@@ -13,7 +13,7 @@ from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.types import EMPTY, Array, Topology
 from relibra_jax.execution.expert_labels import Layers, optimizer_layers
 from relibra_jax.execution.migration import MoveError, migrate_experts
-from relibra_jax.nnx.variables import AXES, ExpertParam, Homes
+from relibra_jax.nnx.variables import AXES, ExpertParam, Homes, is_variable
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 
@@ -32,7 +32,7 @@ def expert_labels(state: Any) -> Any:
         A prefix of ``state``: the layer number for expert weights, a range of layer numbers for stacked layers, and
         None for all other leaves.
     """
-    leaves, structure = jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
     labels: list[Layers] = []
     layer = 0
     for leaf in leaves:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.execution.expert_labels import labelled_leaves, optimizer_layers
 from relibra_jax.nnx.homes import expert_labels
-from relibra_jax.nnx.variables import ExpertParam
+from relibra_jax.nnx.variables import ExpertParam, is_variable
 
 
 def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) -> None:
@@ -62,7 +62,7 @@ def replicate(array: Any, mesh: Mesh) -> jax.Array:
 
 
 def _variables(state: Any) -> list[nnx.Variable]:
-    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.leaves(state, is_leaf=is_variable)
 
 
 def _on_mesh(array: Any, mesh: Mesh) -> bool:
