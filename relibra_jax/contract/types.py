@@ -29,6 +29,7 @@ dispatch         sending token copies to the slots that compute them
 combine          sending the results back and summing them, weighted by the gate
 striped          of layers: the ranks of a node deal their tokens to each other in turn before dispatch
 crossing         one transfer to another node: of a token copy (flat dispatch), or of a token (hierarchical dispatch)
+visit            one token that needs a node, however many of its experts are there; on a single node, that needs a rank
 placement        the map from experts to home slots; to *reorder* is to change it between two batches
 replicate        to add replicas inside a batch
 imbalance        maximum / mean of the rank loads, 1 is perfect; over several micro-batches, the sum of the maxima
@@ -45,7 +46,7 @@ An array over ranks has the shape of the mesh, ``[..., N, G, ...]``. A *flat ran
 slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes along which values of a type are stacked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -134,6 +135,30 @@ class Topology:
         """S = H + B + R, the number of slots of a rank."""
         return self.held_slots + self.replica_slots
 
+    @property
+    def visited(self) -> "Topology":
+        """The topology to whose nodes hierarchical dispatch sends a token once each: this one, or for a single node one
+        with a node for each rank. Arrays over ranks follow with `visited_ranks`.
+
+        >>> topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=32, replica_slots=2)
+        >>> topology.visited.num_nodes, topology.visited.ranks_per_node
+        (8, 1)
+        """
+        if self.num_nodes > 1:
+            return self
+        return replace(self, num_nodes=self.ranks_per_node, ranks_per_node=1)
+
+
+def visited_ranks(array: Array, topology: Topology, *, axis: int = -3) -> Array:
+    """Return an array over the ranks of a topology as one over those of `Topology.visited`.
+
+    Args:
+        array: the array ``[..., N, G, ...]``.
+        topology: the expert-parallel group.
+        axis: the axis of the nodes, which that of the ranks follows.
+    """
+    return array if topology.num_nodes > 1 else array.swapaxes(axis, axis + 1)
+
 
 class RoutingReplay(NamedTuple):
     """The experts that every token of a batch used during rollout."""
@@ -187,6 +212,16 @@ class LayerPlan(NamedTuple):
     def layer(self, index: Any) -> "LayerPlan":
         """Return element ``index`` of the first stacked axis, for example one layer of a micro-batch's layer plans."""
         return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def visited(self, topology: Topology) -> "LayerPlan":
+        """Return the plan for `Topology.visited`. Its flat slots are the same.
+
+        Args:
+            topology: the expert-parallel group.
+        """
+        slots, quota = (visited_ranks(each, topology) for each in (self.slot_expert, self.quota))
+        load = None if self.load is None else visited_ranks(self.load, topology)
+        return LayerPlan(slots, self.home, quota, load)
 
 
 def layer_plans(plan: Plan, load: Int[Array, "M L N G E"] | None) -> LayerPlan:
@@ -257,7 +292,8 @@ class Price:
     """One row, sent or received over the slow network between nodes. Under hierarchical dispatch a token crosses once
     to each node that it visits; under flat dispatch each of its copies crosses by itself."""
     spread: Float[Array, ""] | float
-    """One row, sent or received inside a node."""
+    """One row, sent or received inside a node: a token copy, or under hierarchical dispatch on a single node a token
+    for each rank that it visits."""
     move: Float[Array, ""] | float
     """One expert of one layer that leaves its rank with its optimizer state, once a batch."""
     push: Float[Array, ""] | float
@@ -298,7 +334,8 @@ class Price:
     scale: Float[Array, ""] | float = 1.0
     """The number of rows for which one counted row stands, because buffer sizes are rounded up to whole rows."""
     hierarchical: bool = field(default=True, metadata={"static": True})
-    """True for hierarchical dispatch, False for flat dispatch."""
+    """True for hierarchical dispatch, which sends a token once to each node, or on a single node to each rank. False
+    for flat dispatch, which sends every copy of a token by itself."""
     host_slots: int = field(default=0, metadata={"static": True})
     """The number of replicas of a rank that come from the host's memory, in a layer of a micro-batch."""
     exchange: str = field(default="needed", metadata={"static": True})
@@ -331,6 +368,14 @@ class Price:
         """Whether every rank dispatches a like mixture of its node's tokens, as with striped layers or split
         sequences. Until tokens have their places, loads are then split evenly over the ranks of a node."""
         return self.striped or self.sequences == "split"
+
+    def visit(self, topology: Topology) -> Float[Array, ""] | float:
+        """The price of one row to or from another node of `Topology.visited`.
+
+        Args:
+            topology: the expert-parallel group.
+        """
+        return self.crossing if topology.num_nodes > 1 else self.spread
 
 
 BALANCE: Final = Price(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, hierarchical=False)

@@ -11,6 +11,7 @@ call of its own, with the price of its passes. The time of the batch is the sum 
 gets ``previous_home``.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -194,6 +195,8 @@ def balanced_time(
     Raises:
         ValueError: if M does not divide over the copies, or sequences are padded and ``num_sequences`` is None.
     """
+    if cost.hierarchical:  # a token is sent to a node once, or to a rank
+        cost, topology = dataclasses.replace(cost, crossing=cost.visit(topology)), topology.visited
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     lengths = jnp.asarray(lengths, jnp.float32)
     copies = jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / ranks  # [M L]
@@ -229,8 +232,9 @@ def balanced_time(
             ranks > 1
         )
         inside = jnp.zeros_like(between)
-    # Where there are lanes, rows are packed once more on their way back; but not where the next exchange is ragged.
-    if cost.hierarchical and cost.exchange == "ragged":
+    # Where there are lanes, rows are packed once more on their way back; but not where the next exchange is ragged, nor
+    # where there is none.
+    if cost.hierarchical and (cost.exchange == "ragged" or local == 1):
         gathered = arrived + away + 1.5 * copies
     elif cost.hierarchical:
         gathered = gathered + 2 * (

@@ -87,8 +87,8 @@ class CostModel:
     model: Model
     """The sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``."""
     path: str = AUTO
-    """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
-    for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
+    """``flat`` if every token copy is sent by itself, ``hierarchical`` if a token is sent to a node once, or on a
+    single node to a rank once, or ``auto`` for the rule of `relibra_jax.routing.exchange_rules.choose_path`."""
     exchange: str = AUTO
     """The exchange of tokens: ``padded``, ``fitted``, ``ragged``, or ``auto`` for what GPUs run. A ragged exchange is
     fitted between nodes; the rows that a rank keeps take no time, although it copies them. ``needed`` prices exchanges
@@ -189,12 +189,15 @@ class CostModel:
                 f"cost: the model has num_experts={self.model.num_experts}, but the topology has"
                 f" num_experts={topology.num_experts}"
             )
-        path = choose_path(topology.num_nodes, self.model.top_k) if self.path == AUTO else self.path
+        exchange = exchange_choices(on_gpu=True)[0] if self.exchange == AUTO else self.exchange
+        path = self.path
+        if path == AUTO:
+            path = choose_path(topology, self.model.top_k, exchange)
         if self.exchange == "ragged" and path == "flat" and topology.num_nodes > 1:
             raise ValueError("cost: exchange='ragged' works only inside a node: use path='hierarchical'")
         kinds = {
             "path": path,
-            "exchange": exchange_choices(on_gpu=True)[0],
+            "exchange": exchange,
             "fetch": REPLICA_FETCH,
             "sequences": "packed",
         }

@@ -18,7 +18,7 @@ class HopRows:
     """The rows of one hop of dispatch on a rank. Combine moves them back."""
 
     name: str
-    """The ranks that exchange rows: ``between nodes``, ``inside nodes``, or empty for all ranks."""
+    """The ranks that exchange rows: ``between nodes``, ``inside nodes``, or empty for all ranks or a rank alone."""
     kind: str
     """The kind of exchange."""
     ranks: int
@@ -44,13 +44,17 @@ class HopRows:
 def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows, ...]:
     """Count the rows of the hops of dispatch: one for flat dispatch, two for hierarchical dispatch.
 
-    Between nodes, layers with a ragged exchange have a fitted one (`relibra_jax.execution.parallel`).
+    Between nodes, layers with a ragged exchange have a fitted one (`relibra_jax.execution.parallel`). On a single node,
+    hierarchical dispatch sends tokens to ranks, and each rank then gathers its own copies in a second hop.
 
     Args:
         run: the cost model, without ``auto``, as `CostModel.on` returns it.
         topology: the expert-parallel group.
         tokens: t, the number of tokens of a rank.
     """
+    single = topology.num_nodes == 1
+    if run.path == "hierarchical":
+        topology = topology.visited
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     copies = float(tokens * run.model.top_k)
     slots = room(copies, run)
@@ -78,11 +82,11 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         _hop(
             run,
             kind,
-            name="between nodes",
+            name="" if single else "between nodes",
             ranks=nodes,
             part=visits,
-            across=nodes - 1,
-            inside=0,
+            across=0 if single else nodes - 1,
+            inside=nodes - 1 if single else 0,
             arriving=nodes * visits,
             delivered=arrived,
             elements=float(tokens),
@@ -90,8 +94,8 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         ),
         _hop(
             run,
-            run.exchange,
-            name="inside nodes",
+            "ragged" if local == 1 else run.exchange,
+            name="" if single else "inside nodes",
             ranks=local,
             part=copies / local,
             across=0,

@@ -112,7 +112,8 @@ def least_time(
         return LeastTime(0.0, 0.0, 0.0)
     layers, ranks = routing.load.shape[1], topology.num_ranks * cost.data_parallel
     visits = float(tokens * layers * (topology.num_nodes - 1))
-    cost = linear_price(cost, crossings=visits if cost.hierarchical else copies, copies=copies)
+    hops = 2 if cost.hierarchical and topology.num_nodes > 1 else 1
+    cost = linear_price(cost, hops=hops, crossings=visits if hops > 1 else copies, copies=copies)
     rows = row_prices(cost, topology)
     crossings = rows.crossing * _least_crossings(
         replay, routing, topology, cost, rows.crossing, across_nodes=across_nodes
@@ -164,7 +165,15 @@ def _least_crossings(
 
 
 def _copies_off_rank(replay: RoutingReplay, routing: Routing, topology: Topology, cost: Price) -> float:
-    """Bound the token copies that leave their rank, under hierarchical dispatch inside a node."""
+    """Bound the token copies that leave their rank, under hierarchical dispatch inside a node.
+
+    On a single node it is the tokens that go to another rank under hierarchical dispatch, each once for every rank.
+    """
+    if cost.hierarchical and topology.num_nodes == 1:
+        if not cost.striped:
+            return crossings_of_samples(routing.share, topology.visited, push=0.0, across_nodes=True)
+        off = striped_copies_off_rank(replay, topology, copied=topology.slots - topology.home_slots)
+        return off / min(replay.expert_ids.shape[-1], topology.slots)
     # A token crosses to the rank of the same local index in the other node, which sends its copies to the others.
     ranks = topology.num_nodes if cost.hierarchical else 1
     if cost.striped:

@@ -171,7 +171,7 @@ def rank_time(
     filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota)
     sent = count_sent(layer_plans, topology, cost, visits=visits, pairs=pairs)
     between, inside = hop_times(sent, topology, cost)
-    if not cost.hierarchical:
+    if not cost.hierarchical or topology.num_nodes == 1:
         between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
     compute = cost.copy * filled.sum(-1)
     copies = jnp.asarray(layer_plans.load, jnp.float32).sum(-1)
@@ -211,7 +211,7 @@ def hop_times(
 ) -> tuple[Float[jax.Array, "M L N G"], Float[jax.Array, "M L N G"]]:
     """Return the seconds of dispatch and combine, ``[M, L, N, G]``, between nodes and inside them.
 
-    Flat dispatch is both at once, and takes the longer.
+    Flat dispatch is both at once, and takes the longer. On a single node there is only one hop, inside it.
 
     Args:
         sent: the rows that the exchanges send, from `relibra_jax.cost.traffic.count_sent`.
@@ -224,13 +224,18 @@ def hop_times(
         return cost.pieces * cost.wait + (cost.choice if chooses else 0.0) if ranks > 1 else 0.0
 
     between = cost.crossing * sent.between + fixed(kind_between(cost), topology.num_nodes)
-    inside = cost.spread * sent.inside + fixed(cost.exchange, topology.ranks_per_node)
+    inside = cost.spread * sent.inside + fixed(kind_inside(cost, topology), topology.ranks_per_node)
     return jnp.asarray(between), jnp.asarray(inside)
 
 
 def kind_between(cost: Price) -> str:
     """Return the kind of the exchange between nodes. Under flat dispatch there is one for all ranks."""
     return between_nodes(cost.exchange) if cost.hierarchical else cost.exchange
+
+
+def kind_inside(cost: Price, topology: Topology) -> str:
+    """Return the kind of the exchange inside a node. On a single node, tokens go to ranks as to nodes."""
+    return cost.exchange if topology.num_nodes > 1 else kind_between(cost)
 
 
 @checks_arguments

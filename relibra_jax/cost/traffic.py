@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape
-from relibra_jax.routing.exchange_rules import IN_LANES
+from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape, visited_ranks
+from relibra_jax.routing.exchange_rules import IN_LANES, between_nodes
 from relibra_jax.routing.sizes import fitted_lane, layer_sixteenths, padded_rows
 from relibra_jax.routing.split import pair_load
 
@@ -114,17 +114,24 @@ def count_traffic(
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
         topology: the expert-parallel group.
         visits: the counts of `relibra_jax.routing.visits.node_visits` for hierarchical dispatch, where a token crosses
-            once to a node, to the rank with the same local index, and its copies are distributed inside that node. None
-            for flat dispatch, where every token copy is sent by itself.
+            once to a node, to the rank with the same local index, and its copies are distributed inside that node. On
+            a single node it is sent once to a rank. None for flat dispatch, where every token copy is sent by itself.
 
     Returns:
-        Traffic ``[M, L, N, G]`` in token copies; over the slow network of hierarchical dispatch, in tokens.
+        Traffic ``[M, L, N, G]`` in token copies; in tokens over the slow network of hierarchical dispatch, and inside
+        a single node.
 
     Raises:
         ValueError: if the shape of ``visits`` does not fit the plans.
     """
     pairs = _count_pairs(jax.tree.map(jnp.asarray, layer_plans), topology)
-    return _flat_traffic(pairs) if visits is None else _hierarchical_traffic(pairs, visits, topology)
+    if visits is None:
+        return _flat_traffic(pairs)
+    traffic = _hierarchical_traffic(pairs, visits, topology.visited)
+    if topology.num_nodes > 1:
+        return traffic
+    sent, received = (visited_ranks(way, topology, axis=2) for way in traffic[:2])
+    return Traffic(jnp.zeros_like(sent), jnp.zeros_like(sent), sent, received)
 
 
 @functools.partial(jax.jit, static_argnames="topology")
@@ -164,7 +171,11 @@ def count_sent(
     sent = _count_pairs(plans, topology) if pairs is None else jnp.asarray(pairs)
     if visits is None:
         return _flat_sent(plans, topology, cost, room, sent)
-    return _hierarchical_sent(plans, topology, cost, room, sent, visits)
+    across = _hierarchical_sent(plans, topology.visited, cost, room, sent, visits)
+    if topology.num_nodes > 1:
+        return across
+    inside, gathered = (visited_ranks(each, topology, axis=2) for each in (across.between, across.gathered))
+    return Sent(jnp.zeros_like(inside), inside, gathered)
 
 
 def _flat_sent(
@@ -193,8 +204,8 @@ def _hierarchical_sent(
     visits: Num[Array, "M L P N"],
 ) -> Sent:
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    slots = room(plans.quota.sum(-1))
     traffic = _hierarchical_traffic(pairs, visits, topology)
+    pairs = pairs.reshape(*pairs.shape[:2], nodes, local, nodes, local)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     by_node = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes)
     tokens, arriving = by_node.sum(4), jnp.moveaxis(by_node.sum(2), 2, 3)
@@ -203,14 +214,18 @@ def _hierarchical_sent(
     copies = jnp.moveaxis(pairs.sum((2, 5)), 2, 3)
     if cost.exchange == "needed":
         gathered = tokens + room(tokens) / 2 + arrived / 2 + copies + room(copies) / 2
+        if local == 1:
+            gathered = traffic.slow_sent + tokens + copies + room(copies) / 2
         return Sent(slow, fast, gathered)
     lanes = _hierarchical_lanes(pairs, visits, topology)
-    if cost.exchange == "ragged":
-        (across,) = _lanes(dataclasses.replace(cost, exchange="fitted"), lanes[:1], room)
+    if cost.exchange == "ragged" or local == 1:
+        kind = between_nodes(cost.exchange)
+        (across,) = _lanes(dataclasses.replace(cost, exchange=kind), lanes[:1], room)
         # Rows that arrive are gathered once, and sums are written into the lanes between nodes and where they are kept.
         gathered = nodes * across + tokens + copies + room(copies) / 2
         return Sent(jnp.broadcast_to((nodes - 1) * across, slow.shape), fast, gathered)
     across, inside = _lanes(cost, lanes, room)
+    slots = room(plans.quota.sum(-1))
     # Of the rows that leave and those that arrive, the kept ones are the same and are not packed.
     gathered = nodes * across + local * inside + arrived + slots / 2
     gathered += arriving + traffic.slow_sent + pairs.sum((2, 3)) + traffic.fast_sent
@@ -258,6 +273,7 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
     """Count the traffic of hierarchical dispatch from the copies that ranks send to ranks, and visits of nodes."""
     nodes, local = topology.num_nodes, topology.ranks_per_node
     check_shape("visits", visits.shape, (*pairs.shape[:2], topology.num_ranks, nodes))
+    pairs = jnp.asarray(pairs).reshape(*pairs.shape[:2], nodes, local, nodes, local)
     other_node = ~np.eye(nodes, dtype=bool)[None, None, :, None]
     other_local = ~np.eye(local, dtype=bool)[None, None, None, :, None]
     away = jnp.asarray(visits).reshape(*pairs.shape[:2], nodes, local, nodes) * other_node

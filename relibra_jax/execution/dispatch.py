@@ -6,6 +6,9 @@ node. On the way back each node sums its results before they cross. The gates tr
 weighted. If the exchange inside nodes is ragged, tokens that arrive are gathered once, from where they arrive to where
 they are sent on, and results are summed where they are sent back.
 
+On a single node, hierarchical dispatch treats every rank as a node (`relibra_jax.contract.types.Topology.visited`): a
+token goes once to every rank, however many of its experts are there, and is gathered into their slots on arrival.
+
 Tables say where each row goes. `make_dispatch` and `make_node_dispatch` compute them once per batch, so that layers
 only gather and send. Token copies and slots are both sorted by expert (`relibra_jax.routing.slots`): the first
 ``sent[slot]`` copies of an expert go to its first slot, and so on. One argsort places every copy of a rank. Receivers
@@ -24,9 +27,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import EMPTY
-from relibra_jax.execution.exchange import Exchange, send_back
+from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.gather import inverse_index
-from relibra_jax.execution.hop import Hop, Route, Sums, collect, deliver, make_hop, pack
+from relibra_jax.execution.hop import Hop, Route, Sums, collect, deliver, give_back, make_hop, pack
 from relibra_jax.execution.nccl_ep import SlotDispatch, return_from_slots, send_to_slots, with_routing
 from relibra_jax.routing.segments import segment_rows, starts
 from relibra_jax.routing.slots import line_up
@@ -136,7 +139,7 @@ def return_tokens(rows: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
     if exchange.has_lanes or rows.token is None:
         values: tuple[jax.Array | Sums | None, ...] = _back(rows, inside, exchange)
     else:
-        sums = Sums(send_back(rows.token, inside.hop.lanes, exchange), inside.place)
+        sums = Sums(give_back(rows.token, inside.hop, exchange), inside.place)
         values = sums, _back(rows._replace(token=None), inside, exchange).copy
     return _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
 

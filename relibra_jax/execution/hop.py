@@ -8,7 +8,7 @@ A hop builds no more than the rows that it sends and receives. Where buffers hav
 where they are, and a fitted exchange has a branch for each length of its lanes, in which all buffers have that length.
 A ragged exchange puts rows where they are needed, so nothing gathers them after it. Where it follows another hop, that
 hop delivers rows as the ragged one sends them, and takes back sums that are added up where they are sent. One gather
-then does the work of two (`relibra_jax.execution.dispatch`).
+then does the work of two (`relibra_jax.execution.dispatch`). With one rank, it sends nothing.
 """
 
 import functools
@@ -152,6 +152,11 @@ def pack(
     )
 
 
+def give_back(rows: jax.Array, hop: Hop, exchange: Exchange) -> jax.Array:
+    """Return the rows of a ragged exchange to the ranks that sent them, ``[send_rows, ...]``."""
+    return rows if exchange.ranks == 1 else send_back(rows, hop.lanes, exchange)
+
+
 def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, *arrays: tuple[Any, ...]):
     def with_length(length: int, hop: Hop, *arrays: tuple[Any, ...]):
         return tuple(way(exchange, length, hop, *each) for each in zip(*arrays, strict=True))
@@ -167,7 +172,8 @@ def _run(exchange: Exchange, way: Callable[..., Any], hop: Hop, *arrays: tuple[A
 
 def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, packed):
     if not exchange.has_lanes:
-        return send(take_rows(elements, route.source) if packed is None else packed, hop.lanes, exchange)
+        rows = take_rows(elements, route.source) if packed is None else packed
+        return rows if exchange.ranks == 1 else send(rows, hop.lanes, exchange)
     if packed is None:
         packed = take_rows(elements, _in_lanes(exchange, length, route.source))
     received = swap_lanes(packed, exchange.axes, exchange.ranks, length)
@@ -176,7 +182,7 @@ def _deliver(exchange: Exchange, length: int, hop: Hop, elements, route: Route, 
 
 def _collect(exchange: Exchange, length: int, hop: Hop, rows, route: Route):
     if not exchange.has_lanes:
-        returned = send_back(rows, hop.lanes, exchange)
+        returned = give_back(rows, hop, exchange)
         return sum_picked(functools.partial(take_rows, returned), route.places)
     assert hop.delivered is not None, "exchanges with lanes gather what they deliver"
     leaving, kept = _in_lanes(exchange, length, hop.delivered), _kept(exchange, hop.delivered)

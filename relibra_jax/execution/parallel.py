@@ -90,8 +90,9 @@ class ExpertParallel:
     """The mesh's other axes over which tokens are split (data, FSDP); all of them by default. Each index along them is
     an expert-parallel group with its own layer plans. The groups share homes and parameters."""
     path: str = AUTO
-    """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
-    hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
+    """``flat`` for one exchange of token copies over all ranks, or ``hierarchical``: see
+    `relibra_jax.execution.dispatch`. ``auto`` follows `relibra_jax.routing.exchange_rules.choose_path`, if the
+    capacities count visits."""
     exchange: str = AUTO
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is padded on CPUs. On GPUs it is
     ragged if `relibra_jax.execution.exchange_check` has measured that as right and faster on these GPUs, else fitted,
@@ -235,11 +236,11 @@ class ExpertParallel:
         return self.across_nodes is None and several and self.fetch not in INSIDE_NODES
 
     def is_hierarchical(self, top_k: int) -> bool:
-        """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
+        """Return whether tokens with ``top_k`` experts are dispatched hierarchically, once to each node they visit."""
         if self.path != AUTO:
             return self.path == "hierarchical"
         counted = self.capacities is None or self.capacities.node is not None
-        return counted and choose_path(self.topology.num_nodes, top_k) == "hierarchical"
+        return counted and choose_path(self.topology, top_k, self.exchanges[0]) == "hierarchical"
 
     @property
     def is_striped(self) -> bool:
@@ -317,8 +318,13 @@ class ExpertParallel:
                 raise ValueError(_RAGGED_INSIDE)
             return (self._exchange(kind, RANKS, sizes.flat),), sizes.rows
         assert sizes.node is not None, "__post_init__ rejects a hierarchical path without node sizes"
-        between = self._exchange(between_nodes(kind), (NODE,), sizes.node)
-        return (between, self._exchange(kind, (LOCAL,), sizes.local)), sizes.rows
+        several = self.topology.num_nodes > 1
+        between = self._exchange(between_nodes(kind), (NODE,) if several else (LOCAL,), sizes.node)
+        inside = self._exchange(kind, (LOCAL,) if several else (NODE,), sizes.local)
+        if inside.ranks == 1:  # rows stay, in the order of slots
+            here = ExchangeSizes(pair=0, own=0, send=sizes.rows, receive=sizes.rows)
+            inside = dataclasses.replace(inside, kind="ragged", sizes=here)
+        return (between, inside), sizes.rows
 
     def replica_exchange(self) -> tuple[Exchange, int]:
         """Return the exchange that fetches replicas, and the number of rows for the experts that a rank exports."""

@@ -230,15 +230,16 @@ def _dispatch_on_rank(
     if len(hops) == 1 and hops[0].kind != NCCL_EP:
         slots = slot_expert.reshape(topology.num_ranks, -1)
         return make_dispatch(ids, slots, sent.reshape(topology.num_ranks, *slots.shape), *hops, rows=rows)
-    sent = sent.reshape(*parallel.ranks, *sent.shape[1:])
     across_nodes = bool(parallel.across_nodes) or topology.resident_slots > 0
-    own = sent[node, jax.lax.axis_index(LOCAL)]
+    own = sent[jax.lax.axis_index(RANKS)]
     slot = copy_slots(ids, slot_expert, own, topology, node, across_nodes=across_nodes)
     if hops[0].kind == NCCL_EP:
         return make_slot_dispatch(
-            slot, sent.sum((0, 1), dtype=sent.dtype).reshape(topology.num_ranks, -1), rows=rows
+            slot, sent.sum(0, dtype=sent.dtype).reshape(topology.num_ranks, -1), rows=rows
         )
-    return make_node_dispatch(slot, sent, *hops, rows=rows)
+    visited = topology.visited
+    grid = (visited.num_nodes, visited.ranks_per_node)
+    return make_node_dispatch(slot, sent.reshape(*grid, *grid, -1), *hops, rows=rows)
 
 
 def _loads_of_ranks(load: Int[jax.Array, "*rest"], parallel: ExpertParallel) -> Int[jax.Array, "N G *rest"]:

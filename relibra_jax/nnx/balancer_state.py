@@ -156,7 +156,7 @@ def count_sizes(
     """Count the buffer sizes of a batch, and grow those of earlier batches until they suffice.
 
     Args:
-        routes: the routes of the batch. Those of this process alone bound visits from above
+        routes: the routes of the batch. Those of this process alone, or on a single node, bound visits from above
             (`relibra_jax.routing.visits.possible_visits`). None does so, too, for layers that are not striped and run
             in one piece (`relibra_jax.routing.visits.most_visits`).
         plans: the plan of each stage.
@@ -188,7 +188,9 @@ def count_sizes(
                 visited = None
                 if crosses and part is not None:
                     assert routes is not None
-                    count = node_visits if routes.own is None else possible_visits
+                    # On a single node, an exact count would sort the copies of every token on the host.
+                    exact = routes.own is None and topology.num_nodes > 1
+                    count = node_visits if exact else possible_visits
                     visited = np.asarray(routes.total(count(part, part_plan, topology, **how)))
                 elif crosses:
                     visited = most_visits(lengths, part_plan, topology)

@@ -13,6 +13,7 @@ other items: the price of moving an expert and of token copies that cross nodes.
 `relibra_jax.planning.bin_search`.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.planner import Placement, PlanRequest
-from relibra_jax.contract.types import EMPTY, Array, Topology
+from relibra_jax.contract.types import EMPTY, Array, Topology, visited_ranks
 from relibra_jax.planning import bin_search
 from relibra_jax.planning.annealing import REFINING
 from relibra_jax.planning.bin_search import Bins, search_bins
@@ -63,8 +64,9 @@ def place_experts(
     micro-batch, and the time of moving experts and pushing residents (`relibra_jax.planning.node_placement`). Experts
     that tokens choose together are placed together first (`relibra_jax.planning.expert_quads`), unless the search
     starts from homes of an earlier round. If there are replica slots, the ranks of a node are then left to replicas.
-    Without routes, or on one node, where nothing crosses, the search minimises imbalance over nodes and inside them,
-    with prices for moves and for copies that cross.
+    Without routes the search minimises imbalance over nodes and inside them, with prices for moves and for copies that
+    cross. On a single node, where nothing crosses, ranks take the place of nodes if tokens are sent to a rank once
+    (`relibra_jax.contract.types.Topology.visited`); otherwise the search minimises imbalance.
     In every layer the result is at least as good as the start, so experts move only if the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the module docstring states the objective.
@@ -100,6 +102,11 @@ def place_experts(
         steps = min(10 * topology.num_experts**2, 10_000)
         steps = steps if request.start is None else max(steps // 4, 1)
     _check(request.load.shape, previous_home.shape, topology, steps)
+    if request.routes is not None and request.price.hierarchical and topology.num_nodes == 1 < topology.num_ranks:
+        at_ranks = _at_ranks(request, topology)
+        ranks = dataclasses.replace(topology.visited, resident_slots=0)
+        placed = place_experts(at_ranks, previous_home, ranks, key=key, steps=steps, search=search)
+        return Placement.without_residents(placed.home, topology)
     view = _view(request, previous_home, topology)
     for_nodes, for_ranks = jax.random.split(key)
     level = functools.partial(_place_level, search, view, nodes=topology.num_nodes)
@@ -124,6 +131,13 @@ def place_experts(
         home = level(home, at_home, *inside, steps=max(steps // 4, 1), key=for_ranks)
     copies, home_copies = view.by_source.sum(2), at_home.sum(1)
     return Placement(home, residents_on_ranks(resident, copies, home_copies, home, topology))
+
+
+def _at_ranks(request: PlanRequest, topology: Topology) -> PlanRequest:
+    """Return the request for `Topology.visited` of a single node, whose ranks take the place of nodes."""
+    price = dataclasses.replace(request.price, crossing=request.price.visit(topology))
+    tokens = None if request.tokens is None else visited_ranks(request.tokens, topology, axis=-2)
+    return request._replace(load=visited_ranks(request.load, topology), price=price, tokens=tokens)
 
 
 class _View(NamedTuple):

@@ -1,5 +1,7 @@
 """An estimate of the tokens that each rank sends to each node under a plan, from sampled routes or from loads alone.
 
+On a single node, every rank counts as a node (`relibra_jax.contract.types.Topology.visited`).
+
 `relibra_jax.routing.visits.node_visits` counts them exactly, which takes much longer than a plan. Here every sampled
 token sends its copies where the quotas of the nodes say: first to its own node as far as that serves the expert, then
 to the others in proportion to what they serve beyond their own tokens. An expert that several nodes serve for a node is
@@ -15,7 +17,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.contract.plan import node_quota
 from relibra_jax.contract.planner import PlacedRoutes
-from relibra_jax.contract.types import EMPTY, Array, Assignment, Plan, Topology, layer_plans
+from relibra_jax.contract.types import EMPTY, Array, Assignment, LayerPlan, Plan, Topology, layer_plans
 
 LEVELS: Final = 4
 """The number of steps in which the copies of an expert are divided over nodes."""
@@ -54,15 +56,20 @@ def estimate_visits(
     Returns:
         The tokens. The entry of a rank's own node counts all tokens of the rank.
     """
-    nodes, local = topology.num_nodes, topology.ranks_per_node
+    plans = layer_plans(plan, jnp.asarray(load)).visited(topology)
     tokens = jnp.asarray(tokens, jnp.float32)
-    supply, served = _served(plan, load)
+    if even:
+        tokens = jnp.broadcast_to(tokens.mean(-1, keepdims=True), tokens.shape)
+    single, topology = topology.num_nodes == 1, topology.visited
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    tokens = tokens.reshape(-1, nodes, local)
+    supply, served = _served(plans)
     if routes is None:
         share = _share_of_loads(supply, served, tokens.sum(-1), topology)
     else:
         share = _share_of_routes(routes, supply, served, topology, even=even)
-    if even:
-        tokens = jnp.broadcast_to(tokens.mean(-1, keepdims=True), tokens.shape)
+    if even and single:  # the ranks dispatch like mixtures of all tokens
+        share = jnp.broadcast_to(share.mean(2, keepdims=True), share.shape)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
     return jnp.where(stays, 1.0, share) * tokens.reshape(len(tokens), 1, nodes * local, 1)
 
@@ -79,12 +86,10 @@ def tokens_of_ranks(assignment: Assignment, lengths: Int[Array, " B"]) -> Float[
     return lengths[jnp.where(sample == EMPTY, len(lengths) - 1, sample)].sum(-1)
 
 
-def _served(
-    plan: Plan, load: Int[Array, "M L N G E"]
-) -> tuple[Float[jax.Array, "M L N E"], Float[jax.Array, "M L N E"]]:
+def _served(plans: LayerPlan) -> tuple[Float[jax.Array, "M L N E"], Float[jax.Array, "M L N E"]]:
     """Return the copies that each node has, and those that it serves."""
-    served = jax.vmap(jax.vmap(node_quota))(layer_plans(plan, jnp.asarray(load)))
-    return jnp.asarray(load, jnp.float32).sum(3), served.astype(jnp.float32)
+    served = jax.vmap(jax.vmap(node_quota))(plans)
+    return jnp.asarray(plans.load, jnp.float32).sum(3), served.astype(jnp.float32)
 
 
 def _share_of_loads(

@@ -5,9 +5,13 @@ Layers run by these rules (`relibra_jax.execution.parallel`), and cost models pr
 
 from typing import Final, NamedTuple
 
+from relibra_jax.contract.types import Topology
+
 AUTO: Final = "auto"
 """The value that lets the library choose what suits the mesh and the model."""
 PATHS: Final = ("flat", "hierarchical")
+"""The ways of a token to its experts: each of its copies by itself, or once to every node. On a single node, a token
+goes once to every rank under hierarchical dispatch."""
 IN_LANES: Final = ("padded", "fitted")
 """The kinds of token exchange whose buffers have a lane of equal length for every rank."""
 REPLICA_FETCH: Final = "padded"
@@ -73,10 +77,21 @@ def choose_striping(ranks_per_node: int, top_k: int) -> bool:
     return ranks_per_node > 1 and top_k >= STRIPED_EXPERTS
 
 
-def choose_path(num_nodes: int, top_k: int) -> str:
-    """Choose the path of tokens: hierarchical if there are several nodes and a token has several experts, else flat.
+def choose_path(topology: Topology, top_k: int, exchange: str) -> str:
+    """Choose the path of tokens: hierarchical if there are several ranks and a token has several experts, else flat.
 
-    >>> choose_path(2, 8), choose_path(2, 1), choose_path(1, 8)
-    ('hierarchical', 'flat', 'flat')
+    On a single node it is flat, too, if the exchange puts rows where experts read them, so that a token would need
+    another gather where it arrives.
+
+    Args:
+        topology: the expert-parallel group.
+        top_k: K, the number of experts of a token.
+        exchange: the kind of token exchange.
+
+    >>> node = Topology(num_nodes=1, ranks_per_node=8, num_experts=32, replica_slots=0)
+    >>> [choose_path(node, *each) for each in ((8, "fitted"), (8, "ragged"), (1, "fitted"))]
+    ['hierarchical', 'flat', 'flat']
     """
-    return "hierarchical" if num_nodes > 1 and top_k > 1 else "flat"
+    if top_k == 1 or topology.num_ranks == 1:
+        return "flat"
+    return "hierarchical" if topology.num_nodes > 1 or exchange in (*IN_LANES, "needed") else "flat"

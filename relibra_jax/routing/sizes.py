@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.plan import copy_source
-from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology
+from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
 from relibra_jax.support.argument_types import checks_arguments
@@ -61,9 +61,10 @@ class Capacities:
     flat: ExchangeSizes
     """Sizes for token copies that all ranks exchange with each other (flat dispatch)."""
     node: ExchangeSizes | None
-    """Sizes for distinct tokens that nodes exchange (hierarchical dispatch); None if they were not counted."""
+    """Sizes for distinct tokens that nodes exchange (hierarchical dispatch), or on a single node its ranks; None if
+    they were not counted."""
     local: ExchangeSizes
-    """Sizes for token copies that the ranks of a node exchange after tokens have crossed between nodes."""
+    """Sizes for token copies that the ranks of a node exchange after tokens have crossed between several nodes."""
     exports: int
     """The most different experts that other ranks fetch from one rank as replicas: rows of the padded fetch."""
     export_copies: int
@@ -85,8 +86,9 @@ def count_capacities(
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``, for all micro-batches that the compiled step
             runs, including those of all data-parallel groups. The plans must be valid.
         topology: the expert-parallel group.
-        visits: the number of tokens that each rank sends to each node, as `relibra_jax.routing.visits.node_visits`
-            returns it. Only hierarchical dispatch needs them; with None its sizes are not counted.
+        visits: the number of tokens that each rank sends to each node of ``topology.visited``, as
+            `relibra_jax.routing.visits.node_visits` returns it. Only hierarchical dispatch needs them; with None its
+            sizes are not counted.
 
     Returns:
         The sizes, rounded up.
@@ -102,9 +104,11 @@ def count_capacities(
     rows = round_capacity(most["rows"])
     node = None
     if visits is not None:
-        by_rank = visits.reshape(*visits.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
+        visited = topology.visited
+        check_shape("visits", visits.shape[2:], (topology.num_ranks, visited.num_nodes))
+        by_rank = visits.reshape(*visits.shape[:2], visited.num_nodes, visited.ranks_per_node, -1)
         visits = np.asarray(visits)
-        stays = np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
+        stays = np.repeat(np.eye(visited.num_nodes, dtype=bool), visited.ranks_per_node, 0)
         node = ExchangeSizes(
             pair=round_capacity(int(np.where(stays, 0, visits).max(initial=0))),
             own=round_capacity(int(np.where(stays, visits, 0).max(initial=0))),
@@ -145,11 +149,14 @@ def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capaci
     32768
     """
     nodes, local, slots = topology.num_nodes, topology.ranks_per_node, topology.slots
+    visited = topology.visited.num_nodes
     to_rank, rows = tokens * min(top_k, slots), tokens * topology.num_ranks * min(top_k, slots)
     return Capacities(
         rows=rows,
         flat=ExchangeSizes(pair=to_rank, own=to_rank, send=tokens * top_k, receive=rows),
-        node=ExchangeSizes(pair=tokens, own=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
+        node=ExchangeSizes(
+            pair=tokens, own=tokens, send=tokens * min(visited, top_k), receive=visited * tokens
+        ),
         local=ExchangeSizes(
             pair=nodes * to_rank,
             own=nodes * to_rank,

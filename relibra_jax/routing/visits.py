@@ -1,7 +1,8 @@
-"""Exact counts of the tokens that cross between nodes under hierarchical dispatch, from the replayed routes.
+"""Exact counts of the tokens that visit each node under hierarchical dispatch, from the replayed routes.
 
-Under hierarchical dispatch a token crosses to a node once, however many of its experts are there. The number of
-crossings does not follow from loads, but from the recorded route of each token.
+Under hierarchical dispatch a token goes to a node once, however many of its experts are there. The number of visits
+does not follow from loads, but from the recorded route of each token. On a single node, where every rank counts as a
+node (`relibra_jax.contract.types.Topology.visited`), they are visits of ranks: N is then the number of ranks.
 """
 
 import functools
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Int, Integer
 
 from relibra_jax.contract.replay import rank_tokens
 from relibra_jax.contract.types import EMPTY, Array, BatchPlan, LayerPlan, RoutingReplay, Topology
-from relibra_jax.routing.slots import copy_nodes
+from relibra_jax.routing.slots import copy_nodes, copy_slots
 from relibra_jax.routing.split import pair_load, source_quota
 from relibra_jax.routing.striping import stripe_tokens
 from relibra_jax.support.argument_types import checks_arguments
@@ -23,10 +24,10 @@ from relibra_jax.support.argument_types import checks_arguments
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
 ) -> Int[jax.Array, "M L P N"]:
-    """Count the distinct tokens that each source rank sends to each node.
+    """Count the distinct tokens that each source rank sends to each node, or on a single node to each rank.
 
     The count follows the same rule as dispatch: `relibra_jax.routing.split.source_quota` gives the number of copies of
-    an expert that go to each slot, and `relibra_jax.routing.slots.copy_nodes` selects them. The function works under
+    an expert that go to each slot, and `relibra_jax.routing.slots` selects them. The function works under
     jit. It needs little more memory than the routes of one micro-batch, in their own dtype, also if the ids are a
     memory-mapped array, and widens those of one layer.
 
@@ -37,8 +38,8 @@ def node_visits(
         striped: whether layers are striped, and the load of the plan as well (`relibra_jax.routing.striping`).
 
     Returns:
-        int32 tokens for every micro-batch, layer, flat source rank and node. The entry of the source's own node counts
-        the tokens that do not cross.
+        int32 tokens for every micro-batch, layer, flat source rank and node of ``topology.visited``. The entry of the
+        source's own node counts the tokens that do not leave it.
     """
     count = functools.partial(_count_visits, topology=topology, striped=striped)
     sample, plans = batch_plan.assignment.sample, batch_plan.layer_plans()
@@ -127,7 +128,7 @@ def possible_visits(
     ids, mask = map(np.asarray, replay)
     sample = np.asarray(batch_plan.assignment.sample).reshape(len(batch_plan.assignment.sample), -1)
     reach = np.asarray(_reach(batch_plan.layer_plans(), topology))
-    visits = np.zeros((*reach.shape[:3], topology.num_nodes), np.int32)
+    visits = np.zeros((*reach.shape[:3], reach.shape[-1]), np.int32)
     room, local = sample.shape[1] // topology.num_ranks, topology.ranks_per_node
     for micro_batch, place in np.argwhere(sample != EMPTY):
         number, rank = sample[micro_batch, place], place // room
@@ -147,11 +148,13 @@ def possible_visits(
 def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E N"]:
     """Return whether each rank sends copies of each expert to each node."""
 
+    visited = topology.visited
+
     def one_layer(plan: LayerPlan) -> Bool[jax.Array, "P E N"]:
-        node = jnp.arange(topology.num_nodes)[:, None, None]
+        plan, node = plan.visited(topology), jnp.arange(visited.num_nodes)[:, None, None]
         expert = jnp.where(plan.slot_expert == EMPTY, topology.num_experts, plan.slot_expert)
-        sends = source_quota(plan, topology) > 0
-        reach = jnp.zeros((topology.num_ranks, topology.num_experts + 1, topology.num_nodes), bool)
+        sends = source_quota(plan, visited) > 0
+        reach = jnp.zeros((topology.num_ranks, topology.num_experts + 1, visited.num_nodes), bool)
         return reach.at[:, expert, node].max(sends)[:, :-1]
 
     return jax.lax.map(lambda layers: jax.lax.map(one_layer, layers), jax.tree.map(jnp.asarray, plans))
@@ -160,7 +163,7 @@ def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E N"]
 @functools.partial(jax.jit, static_argnums=1)
 def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L P N"]:
     def one_layer(plan: LayerPlan) -> Int[jax.Array, "P N"]:
-        by_rank = pair_load(plan, topology).reshape(topology.num_ranks, topology.num_nodes, -1)
+        by_rank = pair_load(plan, topology).reshape(topology.num_ranks, topology.visited.num_nodes, -1)
         return by_rank.sum(-1, dtype=jnp.int32)
 
     return jax.lax.map(jax.vmap(one_layer), jax.tree.map(jnp.asarray, plans))
@@ -168,6 +171,8 @@ def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M 
 
 def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N"]:
     """Count the visits of one layer of one micro-batch."""
+    if topology.num_nodes == 1:
+        return _rank_visits(ids, plan, topology)
     nodes, experts = topology.num_nodes, topology.num_experts
     source = jnp.arange(topology.num_ranks) // topology.ranks_per_node
     expert = jnp.where(plan.slot_expert == EMPTY, experts, plan.slot_expert)
@@ -183,5 +188,19 @@ def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topol
 
     # If no expert has slots in two nodes, for example with replicas inside the node only, there is no choice to make.
     across = (holds[:experts].sum(1) > 1).any()
-    served = jax.lax.cond(across, chosen_nodes, only_nodes, ids)
-    return jnp.stack([(served == n).any(-1).sum(-1, dtype=jnp.int32) for n in range(nodes)], axis=-1)
+    return _count_distinct(jax.lax.cond(across, chosen_nodes, only_nodes, ids), nodes)
+
+
+def _rank_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
+    """Count the visits of ranks on a single node, where copies go to slots in the order of tokens."""
+
+    def of_rank(ids: Int[jax.Array, "t K"], sent: Int[jax.Array, "N G S"]) -> Int[jax.Array, "t K"]:
+        slot = copy_slots(ids, plan.slot_expert, sent, topology, 0, across_nodes=False)
+        return jnp.where(slot == EMPTY, EMPTY, slot // topology.slots)
+
+    return _count_distinct(jax.vmap(of_rank)(ids, source_quota(plan, topology)), topology.num_ranks)
+
+
+def _count_distinct(served: Int[jax.Array, "P t K"], places: int) -> Int[jax.Array, "P places"]:
+    """Count the tokens of each rank that some of their copies take to each place."""
+    return jnp.stack([(served == n).any(-1).sum(-1, dtype=jnp.int32) for n in range(places)], axis=-1)
