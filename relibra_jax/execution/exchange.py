@@ -214,7 +214,8 @@ def swap_lanes(
         return rows
     lanes, kept_rows = jnp.split(rows, [ranks * length])
     received_lanes = jax.lax.all_to_all(lanes, axes, 0, 0, tiled=True)
-    return jnp.concatenate([received_lanes, kept_rows])
+    # Outside jit, XLA:CPU crashes where it compiles a concatenation with no rows.
+    return jnp.concatenate([received_lanes, kept_rows]) if len(kept_rows) else received_lanes
 
 
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
