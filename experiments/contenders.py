@@ -46,7 +46,7 @@ class ContenderBatch(NamedTuple):
     """The expert ids of every rank's tokens, by flat rank; EMPTY on padding."""
     batch_plan: BatchPlan
     """The plan of the batch."""
-    visits: Int[Array, "M L P N"]
+    visits: Int[Array, "M L P V"]
     """The number of distinct tokens that each rank sends to each node."""
     capacities: Capacities
     """The buffer sizes that the plan needs on both paths."""

@@ -211,8 +211,8 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> CellTimes:
 
 
 def _level_visits(
-    visits: Num[Array, "M L P N"] | None, topology: Topology, price: Price
-) -> Num[Array, "M L P N"] | None:
+    visits: Num[Array, "M L P V"] | None, topology: Topology, price: Price
+) -> Num[Array, "M L P V"] | None:
     """Average the visits of a node's ranks, if these deal their tokens."""
     if visits is None or not price.striped:
         return visits

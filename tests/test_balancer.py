@@ -243,7 +243,8 @@ def test_prepare_chooses_the_exchange_of_gpus_by_price(monkeypatch, choice_secon
 @pytest.mark.parametrize(("fast", "slow", "striped"), [(1e6, 1e15, False), (1e15, 1e6, True)])
 def test_prepare_chooses_striping_by_price_and_keeps_it(monkeypatch, fast, slow, striped):
     """Where dealing tokens inside a node costs more than level lanes save, layers are not striped."""
-    monkeypatch.setattr(parallel_module, "choose_striping", lambda ranks_per_node, top_k: True)
+    monkeypatch.setattr(parallel_module, "choose_striping", lambda topology, top_k, path: True)
+    monkeypatch.setattr(parallel_module, "may_stripe", lambda topology, top_k: True)
     run = Run()
     cost = derive_cost(run.model, num_layers=LAYERS, mesh=run.mesh)
     rates = {"fast_bandwidth": fast, "slow_bandwidth": slow, "memory_bandwidth": 1e15}

@@ -679,7 +679,9 @@ def test_cost_model_auto_is_what_runs_on_gpus():
         return run.path, run.exchange, run.fetch, run.sequences
 
     assert chosen(2, 8) == ("hierarchical", "fitted", "padded", "packed")
-    assert chosen(1, 8) == chosen(2, 4, path="flat") == ("flat", "fitted", "padded", "packed")
+    assert chosen(1, 8) == chosen(2, 8)
+    assert chosen(1, 8, exchange="ragged")[0] == chosen(1, 1)[0] == "flat"
+    assert chosen(1, 8, path="flat") == chosen(2, 4, path="flat") == ("flat", "fitted", "padded", "packed")
     one_expert = dataclasses.replace(MODEL, top_k=1)
     assert chosen(2, 4, model=one_expert, sequences="padded")[::3] == ("flat", "padded")
     assert chosen(2, 4, exchange="padded", fetch="ragged")[1:3] == ("padded", "ragged")

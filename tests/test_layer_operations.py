@@ -136,13 +136,24 @@ def _near(operation):
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_ragged_layers_cost_less_than_fitted_ones_and_these_less_than_padded_ones(model, nodes):
-    topology = dataclasses.replace(WHOLE, num_nodes=nodes)
+    topology, path = dataclasses.replace(WHOLE, num_nodes=nodes), "flat" if nodes == 1 else "hierarchical"
     kinds = [
-        layer_seconds(model=model, topology=topology, exchange=each)
+        layer_seconds(model=model, topology=topology, exchange=each, path=path)
         for each in ("ragged", "fitted", "padded")
     ]
     assert kinds[0] < min(kinds[1:])
     assert nodes == 1 or kinds == sorted(kinds), "inside one node, choices cost more than spare room"
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_on_a_node_tokens_that_go_once_to_a_rank_cost_less_than_their_copies(model):
+    topology = dataclasses.replace(WHOLE, num_nodes=1)
+    for exchange in ("fitted", "padded"):
+        once, copies = (
+            layer_seconds(model=model, topology=topology, exchange=exchange, path=path)
+            for path in ("hierarchical", "flat")
+        )
+        assert once < copies
 
 
 def test_layers_take_longer_with_more_tokens_and_on_slower_clusters():

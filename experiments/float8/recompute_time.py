@@ -155,7 +155,7 @@ def _compute_seconds(
     price: Price,
     marks: Bool[Array, "M L N G"],
     float8: Float8Price,
-    visits: Int[Array, "M L P N"] | None,
+    visits: Int[Array, "M L P V"] | None,
 ) -> Float[jax.Array, ""]:
     """Return the seconds of expert compute in all layers, if the experts of marked ranks are in float8."""
     attention, _ = attention_time(batch_plan.assignment, lengths, price)

@@ -87,15 +87,17 @@ def main(options: LayerPrice) -> None:
         num_experts=-(-model.num_experts // (options.nodes * options.ranks)) * options.nodes * options.ranks,
         replica_slots=options.replica_slots,
     )
-    striped = choose_striping(options.ranks, model.top_k) if options.striped is None else options.striped
-    run = CostModel(
+    cost_model = CostModel(
         cluster=cluster,
         model=model,
         path=options.path,
         exchange=options.exchange,
-        striped=striped,
+        striped=options.striped,
         spare_room=options.spare_room,
-    ).on(topology)
+    )
+    path = cost_model.on(topology).path
+    striped = choose_striping(topology, model.top_k, path) if options.striped is None else options.striped
+    run = dataclasses.replace(cost_model, striped=striped).on(topology)
     operations = layer_operations(
         run,
         topology,

@@ -41,6 +41,7 @@ M micro-batches   L MoE layers   N nodes   G local ranks   E logical experts   K
 S = H + B + R slots of a rank: H home slots, then B resident slots, then R replica slots
 B samples of a batch (the code writes out ``resident_slots`` where B could be mistaken for it)
 b samples of one rank in one micro-batch   T token positions of a sample   P = N * G ranks
+V nodes that tokens visit: N, or P if there is a single node
 
 An array over ranks has the shape of the mesh, ``[..., N, G, ...]``. A *flat rank* is ``n * G + g``, and a *flat home
 slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes along which values of a type are stacked.

@@ -105,7 +105,7 @@ def batch_time(
     topology: Topology,
     cost: Price,
     *,
-    visits: Num[Array, "M L P N"] | None = None,
+    visits: Num[Array, "M L P V"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
     sequence_length: Float[Array, ""] | float | None = None,
     pairs: Num[Array, "M L N G N G"] | None = None,
@@ -173,7 +173,7 @@ def balanced_time(
     topology: Topology,
     cost: Price,
     *,
-    visits: Num[Array, "M L P N"] | None = None,
+    visits: Num[Array, "M L P V"] | None = None,
     sequence_length: Float[Array, ""] | float | None = None,
     num_sequences: int | None = None,
 ) -> BatchTime:

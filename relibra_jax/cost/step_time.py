@@ -145,7 +145,7 @@ def rank_time(
     topology: Topology,
     cost: Price,
     *,
-    visits: Num[Array, "M L P N"] | None = None,
+    visits: Num[Array, "M L P V"] | None = None,
     pairs: Num[Array, "M L N G N G"] | None = None,
 ) -> RankTime:
     """Model the time of every rank under a plan.

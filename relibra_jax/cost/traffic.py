@@ -106,7 +106,7 @@ def count_traffic(
     layer_plans: LayerPlan,
     topology: Topology,
     *,
-    visits: Int[Array, "M L P N"] | None = None,
+    visits: Int[Array, "M L P V"] | None = None,
 ) -> Traffic:
     """Count the rows that ranks need to exchange at dispatch, without padding; combine needs as many back.
 
@@ -127,7 +127,7 @@ def count_traffic(
     pairs = _count_pairs(jax.tree.map(jnp.asarray, layer_plans), topology)
     if visits is None:
         return _flat_traffic(pairs)
-    traffic = _hierarchical_traffic(pairs, visits, topology.visited)
+    traffic = _hierarchical_traffic(_on_grid(pairs, topology.visited), visits, topology.visited)
     if topology.num_nodes > 1:
         return traffic
     sent, received = (visited_ranks(way, topology, axis=2) for way in traffic[:2])
@@ -140,7 +140,7 @@ def count_sent(
     topology: Topology,
     cost: Price,
     *,
-    visits: Num[Array, "M L P N"] | None = None,
+    visits: Num[Array, "M L P V"] | None = None,
     pairs: Num[Array, "M L N G N G"] | None = None,
 ) -> Sent:
     """Count the rows that the exchanges of dispatch send as they run.
@@ -171,7 +171,8 @@ def count_sent(
     sent = _count_pairs(plans, topology) if pairs is None else jnp.asarray(pairs)
     if visits is None:
         return _flat_sent(plans, topology, cost, room, sent)
-    across = _hierarchical_sent(plans, topology.visited, cost, room, sent, visits)
+    visited = topology.visited
+    across = _hierarchical_sent(plans, visited, cost, room, _on_grid(sent, visited), visits)
     if topology.num_nodes > 1:
         return across
     inside, gathered = (visited_ranks(each, topology, axis=2) for each in (across.between, across.gathered))
@@ -201,11 +202,10 @@ def _hierarchical_sent(
     cost: Price,
     room: Callable[[Array], jax.Array],
     pairs: jax.Array,
-    visits: Num[Array, "M L P N"],
+    visits: Num[Array, "M L P V"],
 ) -> Sent:
     nodes, local = topology.num_nodes, topology.ranks_per_node
     traffic = _hierarchical_traffic(pairs, visits, topology)
-    pairs = pairs.reshape(*pairs.shape[:2], nodes, local, nodes, local)
     slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     by_node = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes)
     tokens, arriving = by_node.sum(4), jnp.moveaxis(by_node.sum(2), 2, 3)
@@ -261,19 +261,23 @@ def _lanes(
 
 def _count_pairs(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L N G N G"]:
     """Count the token copies that each rank sends to each rank."""
-    grid = (topology.num_nodes, topology.ranks_per_node)
     shape = plans.quota.shape[:2]
 
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), plans)
     pairs = jax.lax.map(functools.partial(pair_load, topology=topology), flat, batch_size=16)
-    return pairs.reshape(*shape, *grid, *grid)
+    return _on_grid(pairs.reshape(*shape, -1), topology)
 
 
-def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> Traffic:
+def _on_grid(pairs: Num[jax.Array, "M L *ranks"], topology: Topology) -> Num[jax.Array, "M L N G N G"]:
+    """Return counts for pairs of ranks with the axes of a topology."""
+    grid = (topology.num_nodes, topology.ranks_per_node)
+    return pairs.reshape(*pairs.shape[:2], *grid, *grid)
+
+
+def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P V"], topology: Topology) -> Traffic:
     """Count the traffic of hierarchical dispatch from the copies that ranks send to ranks, and visits of nodes."""
     nodes, local = topology.num_nodes, topology.ranks_per_node
     check_shape("visits", visits.shape, (*pairs.shape[:2], topology.num_ranks, nodes))
-    pairs = jnp.asarray(pairs).reshape(*pairs.shape[:2], nodes, local, nodes, local)
     other_node = ~np.eye(nodes, dtype=bool)[None, None, :, None]
     other_local = ~np.eye(local, dtype=bool)[None, None, None, :, None]
     away = jnp.asarray(visits).reshape(*pairs.shape[:2], nodes, local, nodes) * other_node
@@ -287,7 +291,7 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
 
 
 def _hierarchical_lanes(
-    pairs: Array, visits: Num[Array, "M L P N"], topology: Topology
+    pairs: Array, visits: Num[Array, "M L P V"], topology: Topology
 ) -> tuple[Num[Array, "M L"], Num[Array, "M L"]]:
     """Return the most rows that one rank sends to a rank of another node, and inside its node."""
     nodes, local = topology.num_nodes, topology.ranks_per_node

@@ -251,7 +251,7 @@ class Outcome:
         return self.setting.cost_model
 
     @functools.cached_property
-    def visits(self) -> list[Int[jax.Array, "M L P N"] | None]:
+    def visits(self) -> list[Int[jax.Array, "M L P V"] | None]:
         """The node visits of each batch's tokens; None on the flat path."""
         return [count_visits(batch, self.setting.topology, self._cost) for batch in self.batches]
 

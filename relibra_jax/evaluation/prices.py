@@ -26,7 +26,7 @@ class Crossings(NamedTuple):
     ranks of a node share a link. Over micro-batches it is the sum of maxima over the sum of means."""
 
 
-def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"] | None:
+def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P V"] | None:
     """Count the node visits of a batch's tokens with `node_visits`; return None on the flat path.
 
     Args:
@@ -40,7 +40,7 @@ def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[ja
 
 
 def count_crossings(
-    batch: PlannedBatch, topology: Topology, *, shared_link: bool, visits: Int[Array, "M L P N"] | None
+    batch: PlannedBatch, topology: Topology, *, shared_link: bool, visits: Int[Array, "M L P V"] | None
 ) -> Crossings:
     """Count the crossings of the slow network per token of a batch, without padding.
 
@@ -71,7 +71,7 @@ class Waits(NamedTuple):
 
 
 def count_waits(
-    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P V"] | None
 ) -> Waits:
     """Count the rows for which the exchanges of a batch wait as they run, over those of the busiest rank.
 
@@ -92,7 +92,7 @@ def count_waits(
 
 
 def time_of_batch(
-    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P N"] | None
+    batch: PlannedBatch, topology: Topology, cost: Price, *, visits: Int[Array, "M L P V"] | None
 ) -> BatchTime:
     """Model the time of a batch under its plan, with the reorder before it.
 
@@ -136,7 +136,7 @@ def time_of_balanced(
     )
 
 
-def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P N"]:
+def _contiguous_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[jax.Array, "M L P V"]:
     """Count what each rank would send to each node at contiguous homes: tokens, or token copies on the flat path."""
     load = jnp.asarray(batch.batch_plan.load)
     if not cost.hierarchical:

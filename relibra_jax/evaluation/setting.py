@@ -114,13 +114,14 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
         path=costs.dispatch,
         exchange=costs.exchange,
         sequences=costs.sequence_layout,
-        striped=choose_striping(topology.ranks_per_node, top_k),
         updates=costs.updates,
         recompute=costs.recompute,
         shards=costs.shards,
         scale=float(costs.tokens_per_rank * topology.num_ranks * batches.num_micro_batches / tokens),
         stretch=float(costs.context / max(lengths.mean(), 1.0)),
     )
+    path = cost_model.on(topology).path
+    cost_model = dataclasses.replace(cost_model, striped=choose_striping(topology, top_k, path))
     # One layer on a rank that has all tokens of a batch, in samples as long as the longest: no modelled time is longer.
     cost = cost_model.price(topology)
     parts = (cost.token, cost.head, lengths.max() * cost.pair, top_k * cost.copy, cost.crossing)

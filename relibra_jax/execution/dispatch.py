@@ -40,8 +40,8 @@ class Dispatch(NamedTuple):
 
     copy: Int[jax.Array, "*stack send"]
     """The token copy in each row of the send buffer, numbered ``token * K + k``; EMPTY for none."""
-    place: Int[jax.Array, "*stack t K"]
-    """The row of each copy in the send buffer; EMPTY for no copy."""
+    place: Int[jax.Array, "*stack t K"] | None
+    """The row of each copy in the send buffer; EMPTY for no copy. None where nothing leaves a rank (`_inside`)."""
     hop: Hop
     """The tables of the exchange. It delivers the computed rows, grouped by slot."""
     group_sizes: Int[jax.Array, "*stack S"]
@@ -107,7 +107,11 @@ def send_tokens(
         assert values.token is not None, "NCCL EP sends tokens"
         return Travelling(*send_to_slots(values.token, values.copy, dispatch, exchanges[0].sizes.receive))
     if isinstance(dispatch, NodeDispatch):
-        first, hop, inside = functools.partial(deliver, packed=packed), dispatch.hop, dispatch.inside
+        first, hop, inside = (
+            functools.partial(deliver, packed=packed),
+            dispatch.hop,
+            _inside(dispatch, exchanges),
+        )
         if exchanges[-1].has_lanes:
             values, packed = _hop(first, exchanges[0], values, _routes(dispatch), hop), None
         else:
@@ -135,10 +139,11 @@ def return_tokens(rows: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
         return Travelling(*return_from_slots(rows.token, rows.copy, dispatch))
     if isinstance(dispatch, Dispatch):
         return _back(rows, dispatch, exchanges[0])
-    inside, exchange = dispatch.inside, exchanges[1]
+    inside, exchange = _inside(dispatch, exchanges), exchanges[1]
     if exchange.has_lanes or rows.token is None:
         values: tuple[jax.Array | Sums | None, ...] = _back(rows, inside, exchange)
     else:
+        assert inside.place is not None
         sums = Sums(give_back(rows.token, inside.hop, exchange), inside.place)
         values = sums, _back(rows._replace(token=None), inside, exchange).copy
     return _hop(collect, exchanges[0], values, _routes(dispatch), dispatch.hop)
@@ -166,7 +171,21 @@ def open_tables(values: Travelling, dispatch: Tables, exchanges: tuple[Exchange,
 def _back(rows: Travelling, dispatch: Dispatch, exchange: Exchange) -> Travelling:
     """Return rows through the last hop, and sum those of each token."""
     values = _hop(collect, exchange, rows, _routes(dispatch), dispatch.hop)
+    assert dispatch.place is not None
     return values if values.copy is None else values._replace(copy=values.copy.reshape(dispatch.place.shape))
+
+
+def _inside(dispatch: NodeDispatch, exchanges: tuple[Exchange, ...]) -> Dispatch:
+    """Return the tables inside a node.
+
+    Where nothing leaves a rank, the rows of the copies of each token that arrives are computed in layers. They would be
+    most of the memory of prepared tables, because few of a token's copies are on one rank.
+    """
+    (between, here), inside = exchanges, dispatch.inside
+    if inside.place is not None:
+        return inside
+    tokens, copies = between.sizes.receive, here.copies
+    return inside._replace(place=inverse_index(inside.copy, tokens * copies).reshape(tokens, copies))
 
 
 def _at(values: Int[jax.Array, " r"], index: Int[jax.Array, " n"]) -> jax.Array:
@@ -284,6 +303,8 @@ def make_node_dispatch(
         inside,
         rows=rows,
     )
+    if inside.ranks == 1:
+        spread = spread._replace(place=None)
     token = jnp.where(source == EMPTY, EMPTY, source // nodes)
     # If a buffer overflows on any node, rows from all nodes are affected, so the check covers every node.
     fits &= jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1), dtype=sent.dtype)).all()
@@ -298,6 +319,7 @@ def _routes(tables: Dispatch | NodeDispatch) -> tuple[Route, Route]:
     if isinstance(tables, NodeDispatch):
         route = Route(tables.token, tables.place)
         return route, route
+    assert tables.place is not None
     token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
     return Route(token, tables.place), Route(tables.copy, tables.place.reshape(-1, 1))
 

@@ -88,6 +88,8 @@ class Exchange:
     sizes: ExchangeSizes
     sixteenths: int | None = None
     """The part of every lane that a fitted exchange sends, if it is chosen for several exchanges together."""
+    copies: int = 1
+    """The most rows into which a rank alone, with nothing to send, copies one of its rows."""
 
     @property
     def has_lanes(self) -> bool:

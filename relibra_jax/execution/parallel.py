@@ -39,6 +39,7 @@ from relibra_jax.routing.exchange_rules import (
     choose_path,
     choose_striping,
     exchange_choices,
+    may_stripe,
 )
 from relibra_jax.routing.host_share import HostSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
@@ -266,7 +267,12 @@ class ExpertParallel:
         """Return these settings with ``striped`` chosen for tokens with ``top_k`` experts, if it is None."""
         if self.striped is not None:
             return self
-        return dataclasses.replace(self, striped=choose_striping(self.topology.ranks_per_node, top_k))
+        return dataclasses.replace(self, striped=self._striped_by_rule(top_k))
+
+    def _striped_by_rule(self, top_k: int) -> bool:
+        return choose_striping(
+            self.topology, top_k, "hierarchical" if self.is_hierarchical(top_k) else "flat"
+        )
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -288,7 +294,8 @@ class ExpertParallel:
 
         All have replicas if there are replica slots, on other nodes only if ``across_nodes`` says so.
         """
-        striped = (True, False) if choose_striping(self.topology.ranks_per_node, top_k) else (False,)
+        by_rule = self._striped_by_rule(top_k)
+        striped = (by_rule, not by_rule) if may_stripe(self.topology, top_k) else (False,)
         if self.striped is not None:
             striped = (self.is_striped,)
         replicas = ((self.topology.replica_slots > 0,), (bool(self.across_nodes),))
@@ -323,7 +330,7 @@ class ExpertParallel:
         inside = self._exchange(kind, (LOCAL,) if several else (NODE,), sizes.local)
         if inside.ranks == 1:  # rows stay, in the order of slots
             here = ExchangeSizes(pair=0, own=0, send=sizes.rows, receive=sizes.rows)
-            inside = dataclasses.replace(inside, kind="ragged", sizes=here)
+            inside = dataclasses.replace(inside, kind="ragged", sizes=here, copies=top_k)
         return (between, inside), sizes.rows
 
     def replica_exchange(self) -> tuple[Exchange, int]:

@@ -135,7 +135,7 @@ def first_sizes(parallel: ExpertParallel) -> Capacities:
 class BufferSizes(NamedTuple):
     """The buffer sizes of a batch, with the counts from which they follow."""
 
-    visits: Sequence[Int[np.ndarray, "M L P N"] | None]
+    visits: Sequence[Int[np.ndarray, "M L P V"] | None]
     """The number of tokens that each rank P sends to each node N, in each stage; None on the flat path."""
     capacities: dict[str, Capacities]
     """The buffer sizes by stage shape."""
@@ -169,7 +169,7 @@ def count_sizes(
     begin, topology = time.perf_counter(), parallel.topology
     crosses, how = parallel.is_hierarchical(top_k), {"striped": parallel.is_striped}
     grown = dict(capacities)
-    visits: list[Int[np.ndarray, "M L P N"] | None] = []
+    visits: list[Int[np.ndarray, "M L P V"] | None] = []
     for number, plan in enumerate(plans):
         shape, of_pieces = stage_shape(plan, parallel), list[Any]()
         sizes = grown.get(shape, first_sizes(parallel))

@@ -32,7 +32,7 @@ class HostBatch(NamedTuple):
     """The seconds in which the host computed and checked the plan."""
     size_seconds: float = 0.0
     """The seconds in which the host counted the buffer sizes."""
-    visits: Int[np.ndarray, "M L P N"] | None = None
+    visits: Int[np.ndarray, "M L P V"] | None = None
     """The number of tokens that each rank sends to each node, including its own. None on the flat path."""
     model_times: Callable[[], ModelledTimes] | None = None
     """A function that models the times of the batch. None if it was planned without a price."""
@@ -85,7 +85,7 @@ class PreparedBatch:
         return 0.0 if self.host is None else self.host.size_seconds
 
     @property
-    def visits(self) -> Int[np.ndarray, "M L P N"] | None:
+    def visits(self) -> Int[np.ndarray, "M L P V"] | None:
         """The number of tokens that each rank sends to each node, including its own, on the hierarchical path.
 
         None on the flat path, for live routing, and under jit. Upper bounds if the batch was prepared from counts alone

@@ -190,7 +190,7 @@ def estimate_time(
 
 def _visits(
     batch_plan: BatchPlan, batch: Batch, topology: Topology, price: Price
-) -> Float[jax.Array, "M L P N"] | None:
+) -> Float[jax.Array, "M L P V"] | None:
     """Estimate the tokens that each rank sends to each node; None on the flat path."""
     if not price.hierarchical:
         return None

@@ -41,7 +41,7 @@ def estimate_visits(
     topology: Topology,
     *,
     even: bool,
-) -> Float[jax.Array, "M L P N"]:
+) -> Float[jax.Array, "M L P V"]:
     """Estimate the tokens that each rank sends to each node. Works under jit.
 
     Args:
@@ -97,7 +97,7 @@ def _share_of_loads(
     served: Float[jax.Array, "M L N E"],
     tokens: Float[jax.Array, "M N"],
     topology: Topology,
-) -> Float[jax.Array, "M L P N"]:
+) -> Float[jax.Array, "M L P V"]:
     """Estimate the share of tokens that visit each node: one minus that of the tokens of which no copy goes there.
 
     The experts of a token are a conditional Poisson sample (Hajek, 1964): independent choices, given their number. That
@@ -148,7 +148,7 @@ def _share_of_routes(
     topology: Topology,
     *,
     even: bool,
-) -> Float[jax.Array, "M L P N"]:
+) -> Float[jax.Array, "M L P V"]:
     nodes, local = topology.num_nodes, topology.ranks_per_node
     step = -(-len(routes.rank) // MOST_TOKENS)
     placed = jax.tree.map(lambda leaf: jnp.asarray(leaf)[::step], routes)

@@ -65,16 +65,31 @@ def between_nodes(exchange: str) -> str:
     return "fitted" if exchange in ("ragged", "emulated") else exchange
 
 
-def choose_striping(ranks_per_node: int, top_k: int) -> bool:
+def choose_striping(topology: Topology, top_k: int, path: str) -> bool:
     """Choose whether layers are striped: if nodes have several ranks, and tokens enough experts (`STRIPED_EXPERTS`).
 
-    It is the rule of a `relibra_jax.nnx.Balancer`, which prices its first batch without striping too, and of
+    On a single node under hierarchical dispatch they are not. A token is sent there to few ranks, and to deal it costs
+    as much as to send it to one of them, which is more than level lanes save.
+
+    It is the rule of a `relibra_jax.nnx.Balancer`, which prices its first batch in the other way too, and of
     `relibra_jax.evaluation`. Layers and prices by themselves are not striped.
 
-    >>> choose_striping(8, 8), choose_striping(8, 1), choose_striping(1, 8)
-    (True, False, False)
+    Args:
+        topology: the expert-parallel group.
+        top_k: K, the number of experts of a token.
+        path: the path of tokens, ``flat`` or ``hierarchical``.
+
+    >>> nodes = [Topology(num_nodes=n, ranks_per_node=8, num_experts=32, replica_slots=0) for n in (1, 2)]
+    >>> [choose_striping(each, 8, "hierarchical") for each in nodes], choose_striping(nodes[1], 1, "flat")
+    ([False, True], False)
     """
-    return ranks_per_node > 1 and top_k >= STRIPED_EXPERTS
+    several = topology.num_nodes > 1 or path == "flat"
+    return several and may_stripe(topology, top_k)
+
+
+def may_stripe(topology: Topology, top_k: int) -> bool:
+    """Return whether striping may pay: if nodes have several ranks, and tokens enough experts."""
+    return topology.ranks_per_node > 1 and top_k >= STRIPED_EXPERTS
 
 
 def choose_path(topology: Topology, top_k: int, exchange: str) -> str:

@@ -78,7 +78,7 @@ def count_capacities(
     layer_plans: LayerPlan,
     topology: Topology,
     *,
-    visits: Int[Array, "M L P N"] | None = None,
+    visits: Int[Array, "M L P V"] | None = None,
 ) -> Capacities:
     """Count the buffer sizes that a step with these plans needs. Runs on the host.
 

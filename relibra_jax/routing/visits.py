@@ -23,7 +23,7 @@ from relibra_jax.support.argument_types import checks_arguments
 @checks_arguments
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
-) -> Int[jax.Array, "M L P N"]:
+) -> Int[jax.Array, "M L P V"]:
     """Count the distinct tokens that each source rank sends to each node, or on a single node to each rank.
 
     The count follows the same rule as dispatch: `relibra_jax.routing.split.source_quota` gives the number of copies of
@@ -61,7 +61,7 @@ def _count_visits(
     *,
     topology: Topology,
     striped: bool,
-) -> Int[jax.Array, "L P N"]:
+) -> Int[jax.Array, "L P V"]:
     """Count the visits of one micro-batch, whose layer plans are stacked ``[L]``."""
     real_token = (mask & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, *mask.shape[2:])
     routes = jnp.moveaxis(ids.reshape(topology.num_ranks, *ids.shape[2:]), 3, 0)
@@ -79,7 +79,7 @@ def _count_visits(
 @checks_arguments
 def most_visits(
     lengths: Integer[Array, " B"], batch_plan: BatchPlan, topology: Topology
-) -> Int[np.ndarray, "M L P N"]:
+) -> Int[np.ndarray, "M L P V"]:
     """Bound the visits of `node_visits` from above without routes, for buffers of a batch that was planned from counts.
 
     A rank sends no more tokens to a node than it has, and no more than it sends token copies there.
@@ -108,7 +108,7 @@ def most_visits(
 @checks_arguments
 def possible_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology, *, striped: bool = False
-) -> Int[np.ndarray, "M L P N"]:
+) -> Int[np.ndarray, "M L P V"]:
     """Count the nodes that every token may visit: those to which its rank sends copies of any of its experts.
 
     These are the visits of `node_visits` if every rank sends all copies of an expert to one node, and otherwise more.
@@ -145,12 +145,12 @@ def possible_visits(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E N"]:
+def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E V"]:
     """Return whether each rank sends copies of each expert to each node."""
 
     visited = topology.visited
 
-    def one_layer(plan: LayerPlan) -> Bool[jax.Array, "P E N"]:
+    def one_layer(plan: LayerPlan) -> Bool[jax.Array, "P E V"]:
         plan, node = plan.visited(topology), jnp.arange(visited.num_nodes)[:, None, None]
         expert = jnp.where(plan.slot_expert == EMPTY, topology.num_experts, plan.slot_expert)
         sends = source_quota(plan, visited) > 0
@@ -161,15 +161,15 @@ def _reach(plans: LayerPlan, topology: Topology) -> Bool[jax.Array, "M L P E N"]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L P N"]:
-    def one_layer(plan: LayerPlan) -> Int[jax.Array, "P N"]:
+def _copies_to_nodes(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L P V"]:
+    def one_layer(plan: LayerPlan) -> Int[jax.Array, "P V"]:
         by_rank = pair_load(plan, topology).reshape(topology.num_ranks, topology.visited.num_nodes, -1)
         return by_rank.sum(-1, dtype=jnp.int32)
 
     return jax.lax.map(jax.vmap(one_layer), jax.tree.map(jnp.asarray, plans))
 
 
-def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N"]:
+def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P V"]:
     """Count the visits of one layer of one micro-batch."""
     if topology.num_nodes == 1:
         return _rank_visits(ids, plan, topology)
