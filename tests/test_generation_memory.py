@@ -63,7 +63,7 @@ def compile_generation(sizes):
 @pytest.mark.parametrize(
     ("item", "model", "wave"),
     [
-        ("cache", {"layers": 4}, {"samples": 8, "prompt_tokens": 512, "columns": 4096}),
+        ("cache", {"layers": 4}, {"samples": 8, "prompt_tokens": 384, "columns": 4096}),
         pytest.param(
             "logits of the last tokens",
             {"vocabulary": 16384},

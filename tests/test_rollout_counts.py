@@ -1,5 +1,6 @@
 """Counts equal those of the whole routes, and so do plans that are made from them."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -208,17 +209,20 @@ COST = Price(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "loses"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)])
-def test_plan_batch_uses_routes_of_a_few_tokens_where_there_are_nodes(batch, nodes, loses):
+@pytest.mark.parametrize(
+    ("nodes", "hierarchical"), [(1, False), (1, True), pytest.param(2, True, marks=pytest.mark.long)]
+)
+def test_plan_batch_uses_routes_of_a_few_tokens_where_a_token_is_sent_once(batch, nodes, hierarchical):
     workers, _ = batch
+    cost = dataclasses.replace(COST, hierarchical=hierarchical)
     topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
     state = LEAN.init(topology, 3, key=jax.random.key(0))
     with_routes, without = (
-        plan_batch(counts_of_workers(workers, every), LEAN, state, topology, stages=2, cost=COST)[0]
+        plan_batch(counts_of_workers(workers, every), LEAN, state, topology, stages=2, cost=cost)[0]
         for every in (4, None)
     )
     check_plan(with_routes.plan, with_routes.load, topology)
-    assert loses == bool((with_routes.plan.home != without.plan.home).any())
+    assert hierarchical == bool((with_routes.plan.home != without.plan.home).any())
 
 
 def test_plan_batch_refuses_counts_of_another_model():

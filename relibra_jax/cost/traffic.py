@@ -213,10 +213,8 @@ def _hierarchical_sent(
     # The copies of arrived tokens, by the rank at which they arrived.
     copies = jnp.moveaxis(pairs.sum((2, 5)), 2, 3)
     if cost.exchange == "needed":
-        gathered = tokens + room(tokens) / 2 + arrived / 2 + copies + room(copies) / 2
-        if local == 1:
-            gathered = traffic.slow_sent + tokens + copies + room(copies) / 2
-        return Sent(slow, fast, gathered)
+        buffers = traffic.slow_sent if local == 1 else (room(tokens) + arrived) / 2
+        return Sent(slow, fast, tokens + buffers + copies + room(copies) / 2)
     lanes = _hierarchical_lanes(pairs, visits, topology)
     if cost.exchange == "ragged" or local == 1:
         kind = between_nodes(cost.exchange)
