@@ -96,8 +96,9 @@ def main(config: Buffers) -> None:
 def _hop_rows(sizes: Capacities, topology: Topology, *, whole: bool = False) -> int:
     """Return the rows of all buffers of hierarchical dispatch; with ``whole`` also those that a rank keeps."""
     assert sizes.node is not None
-    hops = (topology.num_nodes, sizes.node), (topology.ranks_per_node, sizes.local)
-    lanes = sum(2 * (ranks * each.pair + whole * each.own) for ranks, each in hops)
+    visited = topology.visited
+    hops = (visited.num_nodes, sizes.node), (visited.ranks_per_node, sizes.local)
+    lanes = sum(2 * (ranks * each.pair + whole * each.own) for ranks, each in hops if ranks > 1)
     return lanes + sizes.node.receive + sizes.rows
 
 

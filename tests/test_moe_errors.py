@@ -12,6 +12,7 @@ from support.plans import load_of, random_ids, random_plan
 from test_moe import (
     EXPERTS,
     HIDDEN,
+    MESHES,
     RANKS,
     TOKENS,
     TOP_K,
@@ -28,7 +29,7 @@ from relibra_jax.contract.plan import home_layout
 from relibra_jax.contract.types import EMPTY, Assignment, BatchPlan, RoutingReplay
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, prepare_layer
 from relibra_jax.routing.sizes import ExchangeSizes, worst_case_capacities
-from relibra_jax.routing.visits import node_visits
+from relibra_jax.routing.visits import most_visits, node_visits, possible_visits
 
 
 @functools.cache
@@ -81,19 +82,28 @@ def test_moe_layer_is_nan_with_too_small_buffers(path, buffer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("across_nodes", [pytest.param(False, marks=pytest.mark.long), True])
-def test_node_visits_are_the_tokens_that_cross(across_nodes):
-    """Lanes for just the most tokens that a rank sends to a node, by `node_visits`, suffice; one row less does not."""
+@pytest.mark.parametrize(
+    ("mesh", "across_nodes"),
+    [pytest.param("2x4", False, marks=pytest.mark.long), ("2x4", True), ("1x8", False)],
+)
+def test_node_visits_are_the_tokens_that_are_sent(mesh, across_nodes):
+    """Lanes for just the most tokens that a rank sends to a node, or on a single node to a rank, by `node_visits`,
+    suffice; one row less does not."""
+    topology, rng, top_k = topology_of(mesh, 2), np.random.default_rng(6), 4
     options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}
-    arguments, parallel = single("hierarchical", **options)
-    rng, topology, top_k = np.random.default_rng(6), parallel.topology, 4
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path="hierarchical", **options)
+    arguments, _ = single("hierarchical")
     ids = random_ids(rng, (RANKS, TOKENS), EXPERTS, top_k)
     load = load_of(ids[None, None], topology)
     plan = random_plan(rng, load, topology, across_nodes=across_nodes)
     replay = RoutingReplay(np.maximum(ids, 0)[:, :, None], (ids != EMPTY).any(-1))
-    batch_plan = BatchPlan(Assignment(np.arange(RANKS).reshape(1, 2, 4, 1)), load, plan)
-    stays = np.repeat(np.eye(2, dtype=bool), 4, 0)
-    most = int(np.where(stays, 0, node_visits(replay, batch_plan, topology)).max())
+    batch_plan = BatchPlan(Assignment(np.arange(RANKS).reshape(1, *MESHES[mesh], 1)), load, plan)
+    nodes = topology.visited.num_nodes
+    stays = np.repeat(np.eye(nodes, dtype=bool), RANKS // nodes, 0)
+    visits = np.asarray(node_visits(replay, batch_plan, topology))
+    most = int(np.where(stays, 0, visits).max())
+    assert (visits <= possible_visits(replay, batch_plan, topology)).all()
+    assert (visits <= most_visits((ids != EMPTY).any(-1).sum(1), batch_plan, topology)).all()
     arguments |= {
         "expert_ids": jnp.asarray(ids),
         "gates": jnp.ones(ids.shape, jnp.float32),
@@ -101,7 +111,7 @@ def test_node_visits_are_the_tokens_that_cross(across_nodes):
         "plan": jax.tree.map(jnp.asarray, batch_plan.layer_plans().layer(0).layer(0)),
     }
     for pair in (most, most - 1):
-        node = ExchangeSizes(pair=pair, own=TOKENS, send=2 * TOKENS, receive=2 * TOKENS)
+        node = ExchangeSizes(pair=pair, own=TOKENS, send=nodes * TOKENS, receive=nodes * TOKENS)
         sizes = dataclasses.replace(worst_case_capacities(TOKENS, top_k, topology), node=node)
         out = call(arguments, dataclasses.replace(parallel, capacities=sizes))
         assert np.isfinite(out).all() == (pair == most)

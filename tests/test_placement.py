@@ -277,3 +277,23 @@ def test_place_experts_with_routes_leaves_the_ranks_of_a_node_to_replicas(replic
     home = place_experts(request_of(load, topology, routes=routes), before, topology, key=KEY).home
     np.testing.assert_array_equal(np.asarray(home) // 4, before // 4, "nodes are even")
     assert (np.asarray(home) // 2 != before // 2).any() == moves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_place_experts_puts_experts_of_the_same_tokens_on_few_ranks_of_a_node(hierarchical):
+    """They are on four ranks at first, which are even. Where every copy is sent by itself, they stay there."""
+    topology = Topology(num_nodes=1, ranks_per_node=4, num_experts=16, replica_slots=1)
+    kind = np.random.default_rng(0).permutation(np.arange(512) % 4)
+    ids = np.arange(4)[None] * 4 + kind[:, None]  # four kinds of tokens, whose experts are far apart
+    rank = np.arange(512) % 4
+    load = np.zeros((2, 1, 1, 4, 16), np.int32)
+    for half in range(2):
+        places = half * 256 + np.arange(256)
+        np.add.at(load[half, 0, 0], (rank[places, None], ids[places]), 1)
+    routes = PlacedRoutes(ids[:, None].astype(np.int32), np.arange(512) // 256, rank)
+    price = dataclasses.replace(BALANCE, spread=1.0, crossing=9.0, hierarchical=hierarchical)
+    request = PlanRequest(load, routes, price=price)
+    home = np.asarray(place_experts(request, in_order(1, 16), topology, key=KEY).home)[0] // 4
+    visits = np.mean([len(set(home[token])) for token in ids])
+    assert visits <= 2 if hierarchical else visits == 4

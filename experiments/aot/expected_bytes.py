@@ -45,6 +45,8 @@ def expected_sent(
     if parallel.is_hierarchical(model.top_k):
         assert sizes.node is not None
         hops = [("node", nodes, sizes.node, model.top_k), ("local", local, sizes.local, 1)]
+        if nodes == 1:
+            hops = [("local", local, sizes.node, model.top_k)]
     pieces = parallel.pieces * runs
     for axes, ranks, rows, gates in hops:
         ragged = parallel.exchange == "ragged" and axes == "local"

@@ -113,9 +113,10 @@ def priced_bytes(
         for network in ("slow", "fast")
     )
     stripes = inside.stripe * tokens * config.top_k
+    last = sizes.local if nodes > 1 else sizes.node
     priced: dict[tuple[str, Axes], Any] = {
         ("tokens", "node"): runs * across.crossing * (nodes - 1) * sizes.node.pair,
-        ("tokens", "local"): runs * (inside.spread * (local - 1) * sizes.local.pair + stripes),
+        ("tokens", "local"): runs * (inside.spread * (local - 1) * last.pair + stripes),
     }
     if slots := topology.replica_slots:
         priced["replicas", "local"] = runs * inside.fetch * (sizes.exports + slots) * (1 - 1 / local)

@@ -13,6 +13,7 @@ from experiments.published import PUBLISHED
 from experiments.rl.devices import FSDP, copies_of_group
 from experiments.step_memory import RunSizes, memory_by_stage
 from relibra_jax.contract.types import Topology
+from relibra_jax.cost.hop_rows import visit_share
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel
 from relibra_jax.execution.memory import HOST
 from relibra_jax.execution.mesh import expert_mesh
@@ -27,7 +28,7 @@ UNEVEN: Final = 1.1
 GENERATION_PROGRAMS: Final[tuple[Literal["prefill", "decode"], ...]] = ("prefill", "decode")
 COMPILER_OPTIONS: Final = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
 VISITED: Final = 0.95
-"""The share of a rank's tokens that visit a node, for the busiest pair of nodes."""
+"""The share of a rank's tokens that visit a node, for the busiest pair of several nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,8 +156,10 @@ def capacities_of(config: ModelConfig, topology: Topology, tokens: int) -> Capac
     """Return the buffer sizes of a rank with ``tokens`` tokens, for a plan that is balanced within `UNEVEN`."""
     copies = tokens * config.top_k
     rows = int(copies * UNEVEN)
+    nodes, local = topology.visited.num_nodes, topology.ranks_per_node
     visits = int(tokens * VISITED)
-    nodes, local = topology.num_nodes, topology.ranks_per_node
+    if topology.num_nodes == 1:
+        visits = int(1.25 * UNEVEN * tokens * visit_share(topology, config.top_k, of_ranks=True))
     to_rank, inside = (int(1.25 * rows / ranks) for ranks in (topology.num_ranks, local))
     push = None
     if topology.resident_slots:
