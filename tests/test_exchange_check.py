@@ -93,6 +93,9 @@ def test_ragged_exchange_between_nodes_is_an_error():
         ExpertParallel(mesh=mesh, topology=topology, exchange="ragged", path="flat")
     with pytest.raises(ValueError, match="exchange='ragged' works only inside a node"):
         ExpertParallel(mesh=mesh, topology=topology, exchange="ragged").token_exchanges(8, 1)
+    alone = expert_mesh(TOPOLOGY, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="on a single node it needs path='flat'"):
+        ExpertParallel(mesh=alone, topology=TOPOLOGY, exchange="ragged", path="hierarchical")
     with pytest.raises(ValueError, match="fetch='ragged' works only inside a node"):
         ExpertParallel(mesh=mesh, topology=topology, fetch="ragged", across_nodes=True)
     hops, _ = ExpertParallel(mesh=mesh, topology=topology, exchange="ragged").token_exchanges(8, 2)

@@ -54,9 +54,7 @@ def price_savings(run: CostModel, topology: Topology, tokens: int) -> dict[str, 
         (each.written + (0.0 if "back" in each.name else each.read)) / rates.memory
         for each in those(lambda each: each.name.startswith("pack") and each.name.endswith(last))
     )
-    # On a single node, hierarchical dispatch sends no other rows.
-    sends_copies = run.path == "flat" or topology.num_nodes > 1
-    per_rank = sends_copies * (1 - ratio) * (links + packs)
+    per_rank = (1 - ratio) * (links + packs)
     if run.exchange == "ragged":
         row = operations[-1].written / even_hops(run, topology, tokens)[0].elements
         per_rank -= 2 * 2 * (1 + ratio) * copies * row / rates.memory

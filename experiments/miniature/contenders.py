@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jaxtyping import Int
 
 from experiments.contenders import route_evenly
 from experiments.miniature.peers import PEERS, count_needs, make_peer_policy
@@ -23,6 +24,7 @@ from relibra_jax.nnx import Balancer, ExpertParallel, PreparedBatch, accumulate_
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.routing.exchange_rules import AUTO
+from relibra_jax.routing.visits import node_visits
 from relibra_jax.traces.trace import Trace
 
 
@@ -242,6 +244,16 @@ class Run:
         """Return the text of the compiled update."""
         return update.lower(self.model, self.optimizer, self.batch, self.sequences).compile().as_text() or ""
 
+    @property
+    def visits(self) -> Int[np.ndarray, "M L P V"] | None:
+        """The tokens that each rank sends to each node, or on a single node to each rank."""
+        visits, parallel = self.batch.visits, self.batch.parallel
+        if visits is None or parallel.topology.num_nodes > 1:
+            return visits
+        plan = _on_host(self.batch.batch_plan)
+        counted = node_visits(self.draw.replay, plan, parallel.topology, striped=parallel.is_striped)
+        return np.asarray(counted)
+
     def modelled(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of the update by part, without the move of experts before it.
 
@@ -252,7 +264,7 @@ class Run:
         assert cost is not None
         price = cost.price(topology)
         lengths = np.asarray(self.draw.replay.mask).sum(1)
-        time = batch_time(_on_host(plan), lengths, topology, price, visits=self.batch.visits)
+        time = batch_time(_on_host(plan), lengths, topology, price, visits=self.visits)
         return {part: float(value) for part, value in time.parts().items()} | {"sums": self._sums(rates)}
 
     def predicted(self, rates: Rates) -> float:
@@ -277,7 +289,7 @@ class Run:
         """
         plan, topology = _on_host(self.batch.batch_plan), self.batch.parallel.topology
         layers, sizes = plan.layer_plans(), self.sizes
-        rows = count_traffic(layers, topology, visits=self.batch.visits)
+        rows = count_traffic(layers, topology, visits=self.visits)
         row = CROSSINGS * sizes.width * FLOAT
         expert = 3 * sizes.width * sizes.expert_width * FLOAT
         replicas = np.asarray(plan.plan.slot_expert)[..., topology.held_slots :]  # [M L N G R]

@@ -19,6 +19,7 @@ from relibra_jax.routing.exchange_rules import (
     REPLICA_FETCH,
     choose_path,
     exchange_choices,
+    ragged_on_a_node,
 )
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
@@ -180,9 +181,9 @@ class CostModel:
             topology: the expert-parallel group.
 
         Raises:
-            ValueError: if a ragged exchange would be flat over several nodes, or if the topology has fewer experts than
-                the model. It may have more, because a model whose experts do not divide over the ranks is padded with
-                experts that no token is routed to.
+            ValueError: if a ragged exchange would be flat over several nodes or hierarchical on a single one, or if the
+                topology has fewer experts than the model. It may have more, because a model whose experts do not divide
+                over the ranks is padded with experts that no token is routed to.
         """
         if topology.num_experts < self.model.num_experts:
             raise ValueError(
@@ -195,6 +196,8 @@ class CostModel:
             path = choose_path(topology, self.model.top_k, exchange)
         if self.exchange == "ragged" and path == "flat" and topology.num_nodes > 1:
             raise ValueError("cost: exchange='ragged' works only inside a node: use path='hierarchical'")
+        if self.exchange == "ragged" and path == "hierarchical" and topology.num_nodes == 1:
+            raise ValueError(f"cost: {ragged_on_a_node(self.exchange)}")
         kinds = {
             "path": path,
             "exchange": exchange,

@@ -18,7 +18,8 @@ class HopRows:
     """The rows of one hop of dispatch on a rank. Combine moves them back."""
 
     name: str
-    """The ranks that exchange rows: ``between nodes``, ``inside nodes``, or empty for all ranks or a rank alone."""
+    """The ranks that exchange rows: ``between nodes``, ``inside nodes``, or empty for all; ``on the rank`` for the
+    gathers of a rank alone."""
     kind: str
     """The kind of exchange."""
     ranks: int
@@ -95,7 +96,7 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         _hop(
             run,
             "ragged" if local == 1 else run.exchange,
-            name="" if single else "inside nodes",
+            name="on the rank" if single else "inside nodes",
             ranks=local,
             part=copies / local,
             across=0,

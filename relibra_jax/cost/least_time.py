@@ -112,8 +112,8 @@ def least_time(
         return LeastTime(0.0, 0.0, 0.0)
     layers, ranks = routing.load.shape[1], topology.num_ranks * cost.data_parallel
     visits = float(tokens * layers * (topology.num_nodes - 1))
-    number = 2 if cost.hierarchical and topology.num_nodes > 1 else 1
-    cost = linear_price(cost, hops=number, crossings=visits if number > 1 else copies, copies=copies)
+    rows_sent = visits if cost.hierarchical and topology.num_nodes > 1 else copies
+    cost = linear_price(cost, topology, crossings=rows_sent, copies=copies)
     rows = row_prices(cost, topology)
     crossings = rows.crossing * _least_crossings(
         replay, routing, topology, cost, rows.crossing, across_nodes=across_nodes

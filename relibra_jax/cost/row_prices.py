@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from relibra_jax.contract.types import Price, Topology
-from relibra_jax.cost.step_time import exposed_exchange, kind_between, kind_inside
+from relibra_jax.cost.step_time import exposed_exchange, kind_between
 
 SPARE_ROOM: Final = 1.25
 """The least size of a buffer with spare room, as a multiple of the rows that it needs."""
@@ -58,15 +58,14 @@ def row_prices(cost: Price, topology: Topology) -> RowPrices:
     >>> row_prices(price, Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)).slot
     0.1625
     """
+    if cost.hierarchical and topology.num_nodes == 1 < topology.num_ranks:
+        as_nodes = row_prices(dataclasses.replace(cost, crossing=cost.visit(topology)), topology.visited)
+        return as_nodes._replace(crossing=0.0, inside=as_nodes.crossing)
     crossing, spread, gather = (float(part) for part in (cost.crossing, cost.spread, cost.gather))
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     room = SPARE_ROOM if cost.spare_room else 1.0
     lanes = {"padded": room, "fitted": 1.0 if cost.pieces == 1 else PIECES_LANE}
     slot = gather * (1 + room / 2)
-    if cost.hierarchical and nodes == 1:
-        lane = lanes.get(kind_between(cost), 1.0)
-        packed = gather * (1 + local / max(local - 1, 1) * lane)
-        return RowPrices(0.0, lane * spread + packed, 0.0, 0.0, slot)
     if cost.hierarchical:
         hops = ((kind_between(cost), crossing, nodes), (cost.exchange, spread, local))
         ragged = cost.exchange == "ragged" or local == 1  # tokens that arrive are gathered once
@@ -89,12 +88,12 @@ def row_prices(cost: Price, topology: Topology) -> RowPrices:
     return RowPrices(crossing, spread, 0.0, 0.0, slot)
 
 
-def linear_price(cost: Price, *, hops: int, crossings: float, copies: float) -> Price:
+def linear_price(cost: Price, topology: Topology, *, crossings: float, copies: float) -> Price:
     """Return prices of hops and experts that add up to no more than their time in pieces takes.
 
     Args:
         cost: the price.
-        hops: the number of hops of dispatch, 1 or 2.
+        topology: the expert-parallel group.
         crossings: an estimate of the rows between nodes, at which the slopes are taken.
         copies: the number of token copies.
     """
@@ -104,14 +103,15 @@ def linear_price(cost: Price, *, hops: int, crossings: float, copies: float) -> 
     def seconds(between: jax.Array, inside: jax.Array, compute: jax.Array) -> jax.Array:
         return exposed_exchange(between, inside, compute, cost) + compute
 
-    spread = float(cost.spread) * copies * (hops > 1)
-    point = (float(cost.crossing) * crossings, spread, float(cost.copy) * copies)
+    two_hops = cost.hierarchical and topology.num_nodes > 1
+    spread = float(cost.spread) * copies * two_hops
+    point = (float(cost.visit(topology)) * crossings, spread, float(cost.copy) * copies)
     slopes = jax.grad(seconds, (0, 1, 2))(*map(jnp.float32, point))
     crossing, spread, copy = (
         float(slope) * float(price)
         for slope, price in zip(slopes, (cost.crossing, cost.spread, cost.copy), strict=True)
     )
-    if hops == 1:  # one exchange over both networks
+    if not two_hops:  # one exchange over both networks
         spread = float(slopes[0]) * float(cost.spread)
     return dataclasses.replace(cost, crossing=crossing, spread=spread, copy=copy)
 
@@ -123,7 +123,7 @@ def waits(cost: Price, topology: Topology) -> float:
         cost: the price.
         topology: the expert-parallel group.
     """
-    hops = [(kind_between(cost), topology.num_nodes), (kind_inside(cost, topology), topology.ranks_per_node)]
+    hops = [(kind_between(cost), topology.num_nodes), (cost.exchange, topology.ranks_per_node)]
     if not cost.hierarchical:
         hops = [(cost.exchange, topology.num_ranks)]
     kinds = [kind for kind, ranks in hops if ranks > 1]

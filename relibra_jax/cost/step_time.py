@@ -8,7 +8,8 @@ One layer of one micro-batch, where every phase waits for its slowest rank, beca
                as they are
     compute    rows of the rank's slots, filled up to tiles, x ``copy``
     exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
-               hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once.
+               hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once,
+               and dispatch on a single node one inside it.
                Each hop also costs ``wait``, and with a fitted exchange ``choice``. Layers in pieces choose once for
                dispatch and combine, and what is beside the work of another piece does not count (`exposed_exchange`)
     stripe     copies of a rank's tokens x ``stripe``, and ``wait``, if the ranks of a node deal tokens to each other
@@ -224,18 +225,13 @@ def hop_times(
         return cost.pieces * cost.wait + (cost.choice if chooses else 0.0) if ranks > 1 else 0.0
 
     between = cost.crossing * sent.between + fixed(kind_between(cost), topology.num_nodes)
-    inside = cost.spread * sent.inside + fixed(kind_inside(cost, topology), topology.ranks_per_node)
+    inside = cost.spread * sent.inside + fixed(cost.exchange, topology.ranks_per_node)
     return jnp.asarray(between), jnp.asarray(inside)
 
 
 def kind_between(cost: Price) -> str:
     """Return the kind of the exchange between nodes. Under flat dispatch there is one for all ranks."""
     return between_nodes(cost.exchange) if cost.hierarchical else cost.exchange
-
-
-def kind_inside(cost: Price, topology: Topology) -> str:
-    """Return the kind of the exchange inside a node. On a single node, tokens go to ranks as to nodes."""
-    return cost.exchange if topology.num_nodes > 1 else kind_between(cost)
 
 
 @checks_arguments

@@ -95,8 +95,8 @@ class Costs:
     tokens_per_rank: float = 16384.0
     """The mean number of tokens that a rank has in a micro-batch. The trace is scaled to it."""
     dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
-    """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical).
-    By default what layers run: hierarchical if there are several nodes and a token has several experts."""
+    """What is sent: every token copy by itself (flat), or a token once to each node, or on one node to each rank
+    (hierarchical). By default what layers run: hierarchical if a token has several experts."""
     exchange: Literal["auto", "padded", "fitted", "ragged", "needed"] = "auto"
     """What an exchange sends: lanes as long as the longest of the batch (padded) or of the layer and micro-batch
     (fitted), only needed rows inside nodes and the latter between them (ragged), or only needed rows (needed).

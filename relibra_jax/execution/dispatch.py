@@ -53,8 +53,9 @@ class NodeDispatch(NamedTuple):
 
     token: Int[jax.Array, "*stack send"]
     """The token in each row that crosses; EMPTY for none."""
-    place: Int[jax.Array, "*stack t N"]
-    """The row of each token in the send buffer for each node; EMPTY if it does not go there."""
+    place: Int[jax.Array, "*stack t c"]
+    """The rows of each token in the send buffer, one for each node that it visits, at most one for each of its K
+    experts; EMPTY for none."""
     hop: Hop
     """The tables of the exchange with the ranks of the same local index in each node. It delivers the tokens for this
     node, grouped by the node that they come from."""
@@ -287,10 +288,15 @@ def make_node_dispatch(
     counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
     hop, start = make_hop(counts[..., None], between, between.sizes.receive)
     place = jnp.where(visit, start.T + starts(visit.astype(jnp.int32), 0), EMPTY)
-    source = inverse_index(place.ravel(), between.send_rows)
-
     # The slot of each copy inside its node.
-    inner = jnp.where(served, slot[:, None] % (local * slots), EMPTY).reshape(-1, top_k)
+    inner = jnp.where(served, slot[:, None] % (local * slots), EMPTY)
+    if nodes > top_k:  # a token visits no more nodes than it has experts
+        order = jnp.argsort(~visit, axis=1, stable=True)[:, :top_k]
+        place, inner = (
+            jnp.take_along_axis(each, index, axis=1)
+            for each, index in ((place, order), (inner, order[..., None]))
+        )
+    source, inner = inverse_index(place.ravel(), between.send_rows), inner.reshape(-1, top_k)
     # Whole lanes are cheaper than a choice by the host, and layers can be prepared together.
     whole = replace(between, kind="padded") if between.kind == "fitted" else between
     (arrived,) = deliver(whole, (inner,), (Route(source, place.reshape(-1, 1)),), hop)
@@ -305,7 +311,7 @@ def make_node_dispatch(
     )
     if inside.ranks == 1:
         spread = spread._replace(place=None)
-    token = jnp.where(source == EMPTY, EMPTY, source // nodes)
+    token = jnp.where(source == EMPTY, EMPTY, source // place.shape[1])
     # If a buffer overflows on any node, rows from all nodes are affected, so the check covers every node.
     fits &= jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1), dtype=sent.dtype)).all()
     return NodeDispatch(token, place, hop, spread), fits & between.fits(counts)

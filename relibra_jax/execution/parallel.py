@@ -40,6 +40,7 @@ from relibra_jax.routing.exchange_rules import (
     choose_striping,
     exchange_choices,
     may_stripe,
+    ragged_on_a_node,
 )
 from relibra_jax.routing.host_share import HostSizes
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
@@ -172,6 +173,8 @@ class ExpertParallel:
             )
         if self.exchange == "ragged" and self.path == "flat" and self.topology.num_nodes > 1:
             raise ValueError(_RAGGED_INSIDE)
+        if self.path == "hierarchical" and nodes == 1 and self.exchange in ("ragged", "emulated"):
+            raise ValueError(ragged_on_a_node(self.exchange))
         if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
         if self.exchange == NCCL_EP:

@@ -267,7 +267,8 @@ class Balancer:
         if way is not None:
             self._take(allowed_way(way, self._given))
         elif self._cost is not None:
-            self._cost = cost_in_way(self._cost, self.parallel.ways(self._cost.model.top_k)[0])
+            way = self.parallel.ways(self._cost.model.top_k)[0]
+            self._cost = cost_in_way(self._cost, way, self.parallel)
         self._batch_number += 1
         self._marks = None
         self.discard()
@@ -627,7 +628,8 @@ class Balancer:
         search = functools.partial(self._search, batch, stages, updates, key)
         plans, state = search()
         if self._way is None and self._cost is not None:
-            plans, state = self._choose_way(batch, updates, plans, state, search)
+            known = routes is not None
+            plans, state = self._choose_way(batch, updates, plans, state, search, has_routes=known)
         topology, searched_striped = self.parallel.topology, prices[0].striped
         prices = self._prices(len(stages), updates)
         parallel = self.parallel.with_striping(top_k)
@@ -696,6 +698,8 @@ class Balancer:
         plans: tuple[BatchPlan, ...],
         state: PyTree,
         search: Callable[[], tuple[tuple[BatchPlan, ...], PyTree]],
+        *,
+        has_routes: bool,
     ) -> tuple[tuple[BatchPlan, ...], PyTree]:
         """Choose the way of running layers by the price of the first batch, and return its plans and state.
 
@@ -711,8 +715,9 @@ class Balancer:
             updates=updates,
             sequences=self.sequences,
         )
-        ways = self.parallel.ways(cost.model.top_k)
-        self._take(cheapest_way(plans, batch, self.parallel.topology, ways, cost, price))
+        # Without routes, the loads of striped layers are unknown.
+        ways = [way for way in self.parallel.ways(cost.model.top_k) if has_routes or not way.striped]
+        self._take(cheapest_way(plans, batch, self.parallel, ways, cost, price))
         if not self.planner.takes_homes:
             return plans, state
         for change, may_pay, least, line in OTHER_REPLICAS:
@@ -737,7 +742,7 @@ class Balancer:
         """Run all further batches in this way."""
         self._way, self.parallel = way, run_in_way(self._given, way)
         if self._cost is not None:
-            self._cost = cost_in_way(self._cost, way)
+            self._cost = cost_in_way(self._cost, way, self._given)
 
     def _prepare_stage(self, number: int, planned: PlannedStages, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""

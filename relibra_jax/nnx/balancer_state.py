@@ -34,7 +34,7 @@ from relibra_jax.routing.sizes import (
     grow_capacities,
     with_spare_room,
 )
-from relibra_jax.routing.visits import most_visits, node_visits, possible_visits
+from relibra_jax.routing.visits import most_copies, most_visits, node_visits, possible_visits
 
 
 class BalancerState(NamedTuple):
@@ -188,10 +188,11 @@ def count_sizes(
                 visited = None
                 if crosses and part is not None:
                     assert routes is not None
-                    # On a single node, an exact count would sort the copies of every token on the host.
-                    exact = routes.own is None and topology.num_nodes > 1
-                    count = node_visits if exact else possible_visits
-                    visited = np.asarray(routes.total(count(part, part_plan, topology, **how)))
+                    if routes.own is None and topology.num_nodes > 1:
+                        visited = np.asarray(node_visits(part, part_plan, topology, **how))
+                    else:  # on a single node, an exact count would sort the copies of every token on the host
+                        visited = routes.total(possible_visits(part, part_plan, topology, **how))
+                        visited = np.minimum(visited, most_copies(part_plan, topology))
                 elif crosses:
                     visited = most_visits(lengths, part_plan, topology)
                 sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))

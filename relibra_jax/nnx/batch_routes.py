@@ -57,7 +57,7 @@ class BatchRoutes:
         own_lengths = np.asarray(self.replay.mask).sum(1, dtype=np.int32)
         load, lengths = gather_rows((np.asarray(load), own_lengths), self.own, samples)
         routes = transitions = None
-        if any(may_be_positive(price.crossing) for price in prices):
+        if any(may_be_positive(price.visit(topology)) for price in prices):
             routes = self._sample_routes(lengths)
         if planner.uses_transitions:
             counted = count_transitions(self.replay, num_experts=topology.num_experts)

@@ -33,7 +33,8 @@ class HostBatch(NamedTuple):
     size_seconds: float = 0.0
     """The seconds in which the host counted the buffer sizes."""
     visits: Int[np.ndarray, "M L P V"] | None = None
-    """The number of tokens that each rank sends to each node, including its own. None on the flat path."""
+    """The number of tokens that each rank sends to each node of ``topology.visited``, including its own. None on the
+    flat path."""
     model_times: Callable[[], ModelledTimes] | None = None
     """A function that models the times of the batch. None if it was planned without a price."""
 
@@ -86,10 +87,11 @@ class PreparedBatch:
 
     @property
     def visits(self) -> Int[np.ndarray, "M L P V"] | None:
-        """The number of tokens that each rank sends to each node, including its own, on the hierarchical path.
+        """The number of tokens that each rank sends to each node, including its own, on the hierarchical path; on a
+        single node, to each rank.
 
         None on the flat path, for live routing, and under jit. Upper bounds if the batch was prepared from counts alone
-        (`relibra_jax.routing.visits.most_visits`), or from the routes of each process's own samples
+        (`relibra_jax.routing.visits.most_visits`), or on a single node or from the routes of each process's own samples
         (`relibra_jax.routing.visits.possible_visits`).
         """
         return None if self.host is None else self.host.visits

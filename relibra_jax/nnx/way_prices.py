@@ -22,10 +22,16 @@ type PriceCost = Callable[[CostModel], tuple[Price, ...]]
 """Returns the price of each stage of a batch for a cost model."""
 
 
-def cost_in_way(cost: CostModel, way: Way) -> CostModel:
-    """Return the cost model of layers that run in a given way."""
-    kind = priced_kind(way.exchange)
-    return dataclasses.replace(cost, exchange=kind, striped=way.striped, across_nodes=way.across_nodes)
+def cost_in_way(cost: CostModel, way: Way, parallel: ExpertParallel) -> CostModel:
+    """Return the cost model of layers that run in a given way; their path may depend on their exchange."""
+    kinds = run_in_way(parallel, way).kinds(cost.model.top_k)
+    return dataclasses.replace(
+        cost,
+        path=kinds.path,
+        exchange=priced_kind(kinds.exchange),
+        striped=way.striped,
+        across_nodes=way.across_nodes,
+    )
 
 
 def run_in_way(parallel: ExpertParallel, way: Way) -> ExpertParallel:
@@ -56,7 +62,7 @@ def allowed_way(way: Way, parallel: ExpertParallel) -> Way:
 def cheapest_way(
     plans: Sequence[BatchPlan],
     batch: Batch,
-    topology: Topology,
+    parallel: ExpertParallel,
     ways: Iterable[Way],
     cost: CostModel,
     prices: PriceCost,
@@ -66,7 +72,7 @@ def cheapest_way(
     Args:
         plans: the plan of each stage.
         batch: the samples of the batch.
-        topology: the expert-parallel group.
+        parallel: the settings, which leave the choice.
         ways: the ways. With a single one, nothing is priced.
         cost: the cost model.
         prices: the price of each stage for a cost model.
@@ -76,7 +82,9 @@ def cheapest_way(
         return first
     return min(
         (first, *others),
-        key=lambda way: estimate_seconds(plans, batch, topology, prices(cost_in_way(cost, way))),
+        key=lambda way: estimate_seconds(
+            plans, batch, parallel.topology, prices(cost_in_way(cost, way, parallel))
+        ),
     )
 
 

@@ -142,7 +142,7 @@ def count_for_planner(
     Returns:
         The batch.
     """
-    paid = any(may_be_positive(price.crossing) for price in prices)
+    paid = any(may_be_positive(price.visit(topology)) for price in prices)
     return count_batch(replay, topology, with_routes=paid, with_transitions=planner.uses_transitions)
 
 

@@ -214,7 +214,7 @@ def plan_batch(
             start=start,
             # Staying saves transfers: where they are free, there is nothing to compare.
             compare_staying=any(
-                map(may_be_positive, (time for p in prices for time in (p.crossing, p.move, p.push)))
+                map(may_be_positive, (time for p in prices for time in (p.visit(topology), p.move, p.push)))
             ),
         )
     )

@@ -67,7 +67,7 @@ def estimate_visits(
     if routes is None:
         share = _share_of_loads(supply, served, tokens.sum(-1), topology)
     else:
-        share = _share_of_routes(routes, supply, served, topology, even=even)
+        share = _share_of_routes(routes, supply, served, topology, even=even, single=single)
     if even and single:  # the ranks dispatch like mixtures of all tokens
         share = jnp.broadcast_to(share.mean(2, keepdims=True), share.shape)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
@@ -148,6 +148,7 @@ def _share_of_routes(
     topology: Topology,
     *,
     even: bool,
+    single: bool,
 ) -> Float[jax.Array, "M L P V"]:
     nodes, local = topology.num_nodes, topology.ranks_per_node
     step = -(-len(routes.rank) // MOST_TOKENS)
@@ -174,7 +175,10 @@ def _share_of_routes(
     hits = hits.reshape(-1, micro_batches, nodes, local, nodes)
     number = number.reshape(micro_batches, nodes, local, 1)
     on_node, all_tokens = hits.sum(3, keepdims=True), number.sum(2, keepdims=True)[None]
-    in_batch = hits.sum((1, 3), keepdims=True) / jnp.maximum(number.sum((0, 2), keepdims=True)[None], 1)
+    if single:  # a rank is a node: the mean is that of all ranks which send to another one
+        others = 1 - np.eye(nodes, dtype=np.float32)[None, None, :, None]
+        on_node, all_tokens = ((each * others).sum(2, keepdims=True) for each in (on_node, all_tokens))
+    in_batch = on_node.sum(1, keepdims=True) / jnp.maximum(all_tokens.sum(1, keepdims=True), 1)
     mean = (on_node + in_batch) / (all_tokens + 1)
     share = (hits + NODE_WEIGHT * mean) / (number[None] + NODE_WEIGHT)
     share = jnp.broadcast_to(mean, hits.shape) if even else share

@@ -92,6 +92,14 @@ def may_stripe(topology: Topology, top_k: int) -> bool:
     return topology.ranks_per_node > 1 and top_k >= STRIPED_EXPERTS
 
 
+def ragged_on_a_node(exchange: str) -> str:
+    """Return the message for hierarchical dispatch with a ragged exchange on a single node, which no layer runs."""
+    return (
+        f"exchange={exchange!r} puts the copies of a token where experts read them, so on a single node it needs"
+        " path='flat', or use another exchange"
+    )
+
+
 def choose_path(topology: Topology, top_k: int, exchange: str) -> str:
     """Choose the path of tokens: hierarchical if there are several ranks and a token has several experts, else flat.
 

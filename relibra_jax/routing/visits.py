@@ -101,8 +101,9 @@ def most_visits(
     [[[[4, 3], [1, 2]]]]
     """
     tokens = rank_tokens(batch_plan.assignment, lengths)
-    copies = np.asarray(_copies_to_nodes(batch_plan.layer_plans(), topology))
-    return np.minimum(copies, tokens.reshape(len(tokens), 1, -1, 1)).astype(np.int32)
+    return np.minimum(most_copies(batch_plan, topology), tokens.reshape(len(tokens), 1, -1, 1)).astype(
+        np.int32
+    )
 
 
 @checks_arguments
@@ -112,8 +113,8 @@ def possible_visits(
     """Count the nodes that every token may visit: those to which its rank sends copies of any of its experts.
 
     These are the visits of `node_visits` if every rank sends all copies of an expert to one node, and otherwise more.
-    Unlike them they are sums over tokens, so that processes that have the routes of some samples each can add them up.
-    Runs on the host.
+    Unlike them they are sums over tokens, so that processes that have the routes of some samples each can add them up,
+    and nothing is sorted. `most_copies` bounds them too. Runs on the host.
 
     Args:
         replay: the routing of some samples of the batch.
@@ -127,8 +128,10 @@ def possible_visits(
     """
     ids, mask = map(np.asarray, replay)
     sample = np.asarray(batch_plan.assignment.sample).reshape(len(batch_plan.assignment.sample), -1)
-    reach = np.asarray(_reach(batch_plan.layer_plans(), topology))
-    visits = np.zeros((*reach.shape[:3], reach.shape[-1]), np.int32)
+    nodes = topology.visited.num_nodes
+    # A bit for each node: the nodes of a token are the union of those of its experts.
+    reach = np.packbits(_reach(batch_plan.layer_plans(), topology), axis=-1, bitorder="little")
+    visits = np.zeros((*reach.shape[:3], nodes), np.int32)
     room, local = sample.shape[1] // topology.num_ranks, topology.ranks_per_node
     for micro_batch, place in np.argwhere(sample != EMPTY):
         number, rank = sample[micro_batch, place], place // room
@@ -140,8 +143,15 @@ def possible_visits(
             parts = [(first + turn, routes[position % local == turn]) for turn in range(local)]
         for source, tokens in parts:
             for layer, to_nodes in enumerate(reach[micro_batch, :, source]):
-                visits[micro_batch, layer, source] += to_nodes[tokens[:, layer]].any(1).sum(0, dtype=np.int32)
+                union = np.bitwise_or.reduce(to_nodes[tokens[:, layer]], axis=1)
+                bits = np.unpackbits(union, axis=-1, count=nodes, bitorder="little")
+                visits[micro_batch, layer, source] += bits.sum(0, dtype=np.int32)
     return visits
+
+
+def most_copies(batch_plan: BatchPlan, topology: Topology) -> Int[np.ndarray, "M L P V"]:
+    """Bound the visits of `node_visits` from above: a rank sends no more tokens to a node than token copies."""
+    return np.asarray(_copies_to_nodes(batch_plan.layer_plans(), topology)).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
