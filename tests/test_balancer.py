@@ -35,6 +35,7 @@ from relibra_jax import (
     static,
 )
 from relibra_jax.contract.types import EMPTY
+from relibra_jax.cost import CLUSTERS, MODELS, CostModel
 from relibra_jax.execution import parallel as parallel_module
 from relibra_jax.execution.exchange import KINDS
 from relibra_jax.execution.gating import GATINGS
@@ -52,7 +53,7 @@ from relibra_jax.nnx import (
 )
 from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.nnx.derived_cost import derive_cost
-from relibra_jax.nnx.way_prices import allowed_way
+from relibra_jax.nnx.way_prices import allowed_way, cost_in_way, run_in_way
 from relibra_jax.routing.exchange_rules import Way, exchange_choices
 from relibra_jax.routing.sizes import check_capacities
 
@@ -710,6 +711,33 @@ def test_prepared_batch_is_a_pytree_with_static_settings():
     assert isinstance(again.batch_plan, BatchPlan)
     with pytest.raises(ValueError, match="to_ranks runs on the host: call it outside jit"):
         again.to_ranks(np.zeros((SAMPLES, 1)))
+
+
+@pytest.mark.slow
+def test_prepare_from_counts_does_not_choose_striped_layers(monkeypatch):
+    """On a single node, layers that are not striped by rule are priced striped, too, which routes alone allow."""
+    monkeypatch.setattr(parallel_module, "may_stripe", lambda topology, top_k: True)
+    monkeypatch.setattr(balancer_module, "cheapest_way", lambda plans, batch, parallel, ways, *_: ways[-1])
+    topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
+    run, counted = Run(topology=topology), Run(topology=topology)
+    assert run.prepare().parallel.is_striped
+    counts = count_batch(batches()[0][1], topology)
+    batch = counted.balancer.prepare(counted.model, counted.optimizer, None, counts=counts)
+    assert not batch.parallel.is_striped
+
+
+def test_the_path_of_a_node_is_priced_with_its_exchange(monkeypatch):
+    """Ragged exchanges send the copies of a token, and others the token, to each rank once."""
+    kinds = ("ragged", *GPU_CHOICES)
+    monkeypatch.setattr(parallel_module, "exchange_choices", lambda on_gpu, ragged: kinds)
+    topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
+    parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:2]), topology=topology)
+    cost = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-30b-a3b"])
+    for exchange, path in zip(kinds, ("flat", "hierarchical", "hierarchical"), strict=True):
+        way = Way(exchange, striped=False, replicas=True, across_nodes=False)
+        priced, runs = cost_in_way(cost, way, parallel), run_in_way(parallel, way).kinds(8)
+        assert priced.path == runs.path == path
+        assert priced.exchange == runs.exchange == exchange
 
 
 @pytest.mark.slow
