@@ -283,7 +283,8 @@ class ExpertParallel:
         if self.exchange != AUTO:
             return (self.exchange,)
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        inside = self.topology.ranks_per_node > 1 and (self.topology.num_nodes == 1 or self.path != "flat")
+        inside = self.topology.ranks_per_node > 1
+        inside &= self.path != ("hierarchical" if self.topology.num_nodes == 1 else "flat")
         return exchange_choices(on_gpu=on_gpu, ragged=on_gpu and inside and is_proven(self.mesh))
 
     def _exchanges(self, top_k: int) -> tuple[str, ...]:
