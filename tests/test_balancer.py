@@ -124,13 +124,15 @@ class Run:
         options=IN_ORDER,
         striped=None,
         fetch="auto",
+        path="auto",
         **layer,
     ):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
         self.mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
         self.model = Stack(topology, **({"mesh": self.mesh} | layer))
         self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
-        parallel = ExpertParallel(mesh=self.mesh, topology=topology, striped=striped, fetch=fetch)
+        how = {"striped": striped, "fetch": fetch, "path": path}
+        parallel = ExpertParallel(mesh=self.mesh, topology=topology, **how)
         self.balancer = Balancer(planner, parallel, key=jax.random.key(0), **options)
 
     def prepare(self, number=0, **options):
@@ -354,6 +356,19 @@ def test_balancer_state_with_an_unknown_way_is_rejected_whole():
     with pytest.raises(ValueError, match=r"way: \[9, 1, 1, 0\]"):
         balancer.state = state._replace(way=np.array([9, 1, 1, 0], np.int32), home=state.home[::-1])
     np.testing.assert_array_equal(balancer.state.home, state.home)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "other"), [("auto", "flat"), ("flat", "auto")])
+def test_balancer_state_may_be_set_in_a_run_with_another_path(path, other):
+    """What nodes exchange has sizes on one path only; on another one, they are counted anew."""
+    before, after = Run(static(), path=path), Run(static(), path=other)
+    before.prepare()
+    after.balancer.state = before.balancer.state
+    before.balancer.discard()
+    same, batch = (run.prepare(1) for run in (before, after))
+    chex.assert_trees_all_equal(*(jax.device_get(each.batch_plan) for each in (same, batch)))
+    assert (batch.parallel.capacities.node is None) == (other == "flat")
 
 
 @pytest.mark.parametrize(("planner", "wait_seconds"), [(REORDERING, 0.0), (EPLB, 1e6)])

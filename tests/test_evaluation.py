@@ -1,5 +1,7 @@
 """Evaluation of planners: the batches and the price that they get, and what is counted of their plans."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -221,3 +223,26 @@ def test_run_planner_counts_crossings_token_by_token(trace, dispatch, cluster):
         busiest += ends.max((0, 2, 3)).sum()
     assert outcome.crossings == pytest.approx(sent / tokens)
     assert outcome.crossings_busiest == pytest.approx(4 * busiest / tokens)
+
+
+@pytest.mark.parametrize(("exchange", "once"), [("auto", True), ("ragged", False)])
+def test_run_planner_counts_what_the_ranks_of_a_node_send_to_each_other(trace, exchange, once):
+    """A token is sent once to each rank that has some of its experts; by a ragged exchange, each of its copies is."""
+    node = dataclasses.replace(TOPOLOGY, num_nodes=1, ranks_per_node=4)
+    setting = make_setting(trace, node, batching=Batching(), cost=Costs(exchange=exchange))
+    outcome = run_planner("static", static(), setting, timed_runs=0)
+    (planned,) = outcome.batches
+    ids, mask = planned.replay
+    sent = tokens = 0
+    for (_, _, rank, _), sample in np.ndenumerate(planned.batch_plan.assignment.sample):
+        if sample != EMPTY:
+            target = ids[sample][mask[sample]] // 4  # 4 experts per rank
+            tokens += target.shape[0] * target.shape[1]
+            copies = (target != rank).sum()
+            sent += (
+                sum(((target == other).any(-1)).sum() for other in range(4) if other != rank)
+                if once
+                else copies
+            )
+    assert outcome.crossings == pytest.approx(sent / tokens)
+    assert outcome.share_as_needed >= outcome.share_of_balanced

@@ -43,7 +43,7 @@ class LayerPrice:
     tokens: int = 8192
     """The number of tokens of a rank in a micro-batch."""
     path: Literal["auto", "flat", "hierarchical"] = "auto"
-    """The path of tokens. hierarchical: a token crosses to a node once."""
+    """The path of tokens. hierarchical: a token is sent to a node once, or on a single node to a rank once."""
     exchange: Literal["auto", "padded", "fitted", "ragged"] = "auto"
     """The exchange of tokens; auto is what a cost model takes for GPUs."""
     striped: bool | None = None

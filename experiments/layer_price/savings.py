@@ -48,7 +48,7 @@ def price_savings(run: CostModel, topology: Topology, tokens: int) -> dict[str, 
     ratio = topology.num_ranks * visit_share(topology, run.model.top_k, of_ranks=True) / run.model.top_k
     links = sum(
         each.inside / rates.fast
-        for each in those(lambda each: each.part == "links" and each.name.endswith(last))
+        for each in those(lambda each: each.name.startswith("exchange") and each.name.endswith(last))
     )
     packs = sum(
         (each.written + (0.0 if "back" in each.name else each.read)) / rates.memory
@@ -56,7 +56,8 @@ def price_savings(run: CostModel, topology: Topology, tokens: int) -> dict[str, 
     )
     per_rank = (1 - ratio) * (links + packs)
     if run.exchange == "ragged":
-        row = operations[-1].written / even_hops(run, topology, tokens)[0].elements
+        sums = next(each for each in reversed(operations) if each.name.startswith("sum"))
+        row = sums.written / even_hops(run, topology, tokens)[0].elements
         per_rank -= 2 * 2 * (1 + ratio) * copies * row / rates.memory
     zeros = sum(
         (each.written - each.read) / rates.memory

@@ -104,7 +104,7 @@ class Outcome:
     @column("crossings", lambda outcome: f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}")
     def crossings(self) -> float:
         """What the slow network carries per token at dispatch (tokens, or token copies with flat dispatch), for the
-        mean and the busiest rank."""
+        mean and the busiest rank; on a single node, what ranks send to each other."""
         return float(np.mean([each.mean for each in self._crossings]))
 
     @column()
@@ -211,7 +211,8 @@ class Outcome:
     @column()
     def share_as_needed(self) -> float:
         """Share if exchanges sent only the rows that are needed, without padding."""
-        needed = dataclasses.replace(self.cost_model, exchange="needed")
+        runs = self.cost_model.on(self.setting.topology)  # with the path of the exchange that runs
+        needed = dataclasses.replace(runs, exchange="needed")
         return self.balanced_seconds / _mean_seconds(self._times_at(needed))
 
     @column()

@@ -17,7 +17,8 @@ from relibra_jax.routing.visits import node_visits
 
 
 class Crossings(NamedTuple):
-    """Crossings of the slow network per token at dispatch: tokens (hierarchical path) or token copies (flat path)."""
+    """Crossings of the slow network per token at dispatch: tokens (hierarchical path) or token copies (flat path). On a
+    single node, what ranks send to each other."""
 
     mean: float
     """The mean over all tokens of a batch."""
@@ -42,7 +43,8 @@ def count_visits(batch: PlannedBatch, topology: Topology, cost: Price) -> Int[ja
 def count_crossings(
     batch: PlannedBatch, topology: Topology, *, shared_link: bool, visits: Int[Array, "M L P V"] | None
 ) -> Crossings:
-    """Count the crossings of the slow network per token of a batch, without padding.
+    """Count the crossings of the slow network per token of a batch, or on a single node the rows between ranks, without
+    padding.
 
     Args:
         batch: the batch with its plan.
@@ -51,8 +53,9 @@ def count_crossings(
         visits: the node visits of its tokens, as `count_visits` returns them.
     """
     traffic = count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
-    slow = np.stack([traffic.slow_sent, traffic.slow_received]).astype(float)
-    if shared_link:
+    several = topology.num_nodes > 1
+    slow = np.stack(traffic[:2] if several else traffic[2:]).astype(float)
+    if shared_link and several:
         slow = slow.mean(-1)[..., None]
     layers = batch.batch_plan.load.shape[1]
     tokens = max(float(np.asarray(batch.replay.mask).sum()) * layers, 1.0)

@@ -41,6 +41,7 @@ from relibra_jax.nnx.balancer_state import (
     saved_leaf,
     saved_way,
     stage_shape,
+    with_sizes_of_path,
 )
 from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import batch_sequences
@@ -257,7 +258,9 @@ class Balancer:
 
     @state.setter
     def state(self, state: BalancerState) -> None:
-        check_state(self.state, state, first_sizes(self.parallel))
+        first = first_sizes(self.parallel)
+        state = with_sizes_of_path(state, first)
+        check_state(self.state, state, first)
         home = check_homes(state.home, self.parallel.topology.num_experts, "balancer state, home")
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)

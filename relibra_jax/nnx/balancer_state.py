@@ -75,6 +75,21 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
     _check_way(state.way)
 
 
+def with_sizes_of_path(state: BalancerState, first: Capacities) -> BalancerState:
+    """Return a state whose buffer sizes are those of a balancer's path. What nodes exchange begins anew on another one.
+
+    Args:
+        state: the state.
+        first: the balancer's initial buffer sizes.
+    """
+
+    def fit(sizes: Capacities) -> Capacities:
+        same = (sizes.node is None) == (first.node is None)
+        return sizes if same else dataclasses.replace(sizes, node=first.node)
+
+    return state._replace(capacities={shape: fit(sizes) for shape, sizes in state.capacities.items()})
+
+
 def _check_way(numbers: Int[Array, "4"]) -> None:
     exchange, *choices = np.asarray(numbers).tolist()
     nothing = exchange == EMPTY and choices == [EMPTY] * 3
