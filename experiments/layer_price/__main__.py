@@ -22,7 +22,6 @@ from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.layer_operations import layer_operations
 from relibra_jax.cost.models import MODELS
-from relibra_jax.routing.exchange_rules import choose_striping
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer
 from relibra_jax.support.suggestions import look_up
@@ -87,7 +86,7 @@ def main(options: LayerPrice) -> None:
         num_experts=-(-model.num_experts // (options.nodes * options.ranks)) * options.nodes * options.ranks,
         replica_slots=options.replica_slots,
     )
-    cost_model = CostModel(
+    run = CostModel(
         cluster=cluster,
         model=model,
         path=options.path,
@@ -95,9 +94,7 @@ def main(options: LayerPrice) -> None:
         striped=options.striped,
         spare_room=options.spare_room,
     )
-    path = cost_model.on(topology).path
-    striped = choose_striping(topology, model.top_k, path) if options.striped is None else options.striped
-    run = dataclasses.replace(cost_model, striped=striped).on(topology)
+    run = run.with_striping(topology).on(topology)
     operations = layer_operations(
         run,
         topology,

@@ -18,6 +18,7 @@ from relibra_jax.routing.exchange_rules import (
     PATHS,
     REPLICA_FETCH,
     choose_path,
+    choose_striping,
     exchange_choices,
     ragged_on_a_node,
 )
@@ -206,6 +207,21 @@ class CostModel:
         }
         chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
         return dataclasses.replace(self, striped=bool(self.striped) and topology.ranks_per_node > 1, **chosen)
+
+    @checks_arguments
+    def with_striping(self, topology: Topology) -> "CostModel":
+        """Return the cost model with ``striped`` by the rule of `choose_striping`, if it is None.
+
+        Args:
+            topology: the expert-parallel group.
+
+        Raises:
+            ValueError: under the conditions of `on`.
+        """
+        if self.striped is not None:
+            return self
+        striped = choose_striping(topology, self.model.top_k, self.on(topology).path)
+        return dataclasses.replace(self, striped=striped)
 
     @checks_arguments
     def price(

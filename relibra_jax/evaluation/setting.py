@@ -12,7 +12,6 @@ from relibra_jax.cost.memory import check_rank_memory
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation.batches import Batches, make_batches
 from relibra_jax.evaluation.settings import Batching, Costs
-from relibra_jax.routing.exchange_rules import choose_striping
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
 from relibra_jax.support.suggestions import look_up
@@ -120,8 +119,7 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
         scale=float(costs.tokens_per_rank * topology.num_ranks * batches.num_micro_batches / tokens),
         stretch=float(costs.context / max(lengths.mean(), 1.0)),
     )
-    path = cost_model.on(topology).path
-    cost_model = dataclasses.replace(cost_model, striped=choose_striping(topology, top_k, path))
+    cost_model = cost_model.with_striping(topology)
     # One layer on a rank that has all tokens of a batch, in samples as long as the longest: no modelled time is longer.
     cost = cost_model.price(topology)
     parts = (cost.token, cost.head, lengths.max() * cost.pair, top_k * cost.copy, cost.crossing)

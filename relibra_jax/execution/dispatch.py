@@ -108,11 +108,8 @@ def send_tokens(
         assert values.token is not None, "NCCL EP sends tokens"
         return Travelling(*send_to_slots(values.token, values.copy, dispatch, exchanges[0].sizes.receive))
     if isinstance(dispatch, NodeDispatch):
-        first, hop, inside = (
-            functools.partial(deliver, packed=packed),
-            dispatch.hop,
-            _inside(dispatch, exchanges),
-        )
+        first, hop = functools.partial(deliver, packed=packed), dispatch.hop
+        inside = _inside(dispatch, exchanges)
         if exchanges[-1].has_lanes:
             values, packed = _hop(first, exchanges[0], values, _routes(dispatch), hop), None
         else:
