@@ -45,7 +45,7 @@ from relibra_jax.evaluation.replica_nodes import with_replica_nodes
 from relibra_jax.evaluation.variants import with_samples_assigned
 from relibra_jax.nnx.balancer_state import saved_way
 from relibra_jax.nnx.batch_routes import BatchRoutes
-from relibra_jax.nnx.stage_plans import check_plans, count_on_host, load_on_host, plan_on_host
+from relibra_jax.nnx.stage_plans import check_plans, plan_on_host, with_exact_loads
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import Stage, plan_batch
 from relibra_jax.support.atomic_write import write_json
@@ -155,10 +155,11 @@ def plan_roads(case: Setting, *, only: str | None = None) -> dict[str, Outcome]:
         return Outcome("relibra", entry, case, [PlannedBatch(replay, batch_plan, homes[-2], no_errors)])
 
     def prepare(replay: RoutingReplay, state: Any, key: Any) -> tuple[BatchPlan, Any]:
-        counts = count_on_host(BatchRoutes(replay), entry.planner, topology, [cost])
+        routes = BatchRoutes(replay)
+        counts = routes.count(entry.planner, topology, [cost])
         options: dict[str, Any] = {"stages": [Stage(number)], "prices": [cost], "assign": assign_samples}
         plans, state = plan_on_host(counts, entry.planner, state, topology, key=key, **options)
-        (batch_plan,) = load_on_host(plans, BatchRoutes(replay), counts, topology, striped=cost.striped)
+        (batch_plan,) = with_exact_loads(plans, routes, counts, (), topology, striped=cost.striped)
         check_plans([batch_plan], topology, across_nodes=bool(cost.across_nodes), way=saved_way(None))
         return batch_plan, state
 

@@ -51,7 +51,7 @@ from relibra_jax.nnx import (
     save_training,
     set_homes,
 )
-from relibra_jax.nnx import balancer as balancer_module
+from relibra_jax.nnx import batch_planner as batch_planner_module
 from relibra_jax.nnx.derived_cost import derive_cost
 from relibra_jax.nnx.way_prices import allowed_way, cost_in_way, run_in_way
 from relibra_jax.routing.exchange_rules import Way, exchange_choices
@@ -338,7 +338,7 @@ def test_prepare_puts_replicas_on_other_nodes_where_attention_hides_their_transf
 def test_prepare_chooses_nothing_if_the_plan_is_not_valid(monkeypatch):
     run = run_with_waits(1e6)
     with monkeypatch.context() as patch:
-        patch.setattr(balancer_module, "check_plans", raise_not_valid)
+        patch.setattr(batch_planner_module, "check_plans", raise_not_valid)
         with pytest.raises(ValueError, match="not valid"):
             run.prepare()
     assert run.balancer.parallel.topology == TOPOLOGY
@@ -430,14 +430,14 @@ def test_plan_ahead_starts_the_search_of_the_next_batch():
 def test_plan_ahead_is_dropped_after_prepare_or_discard(monkeypatch):
     options = IN_ORDER | {"cost": "balance"}
     run, plain = Run(REORDERING, options=options), Run(REORDERING, options=options)
-    search = balancer_module.plan_on_host
+    search = batch_planner_module.plan_on_host
 
     def late(*arguments, **options):
-        monkeypatch.setattr(balancer_module, "plan_on_host", search)
+        monkeypatch.setattr(batch_planner_module, "plan_on_host", search)
         run.prepare()
         return search(*arguments, **options)
 
-    monkeypatch.setattr(balancer_module, "plan_on_host", late)
+    monkeypatch.setattr(batch_planner_module, "plan_on_host", late)
     run.balancer.plan_ahead(counts_of(0), np.ones(SAMPLES, bool))
     plain.prepare()
     for each in (run, plain):
@@ -732,7 +732,9 @@ def test_prepared_batch_is_a_pytree_with_static_settings():
 def test_prepare_from_counts_does_not_choose_striped_layers(monkeypatch):
     """On a single node, layers that are not striped by rule are priced striped, too, which routes alone allow."""
     monkeypatch.setattr(parallel_module, "may_stripe", lambda topology, top_k: True)
-    monkeypatch.setattr(balancer_module, "cheapest_way", lambda plans, batch, parallel, ways, *_: ways[-1])
+    monkeypatch.setattr(
+        batch_planner_module, "cheapest_way", lambda plans, batch, parallel, ways, *_: ways[-1]
+    )
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     run, counted = Run(topology=topology), Run(topology=topology)
     assert run.prepare().parallel.is_striped

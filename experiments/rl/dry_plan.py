@@ -31,7 +31,7 @@ from relibra_jax.cost.group_exchange import group_exchange_time
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.models import ModelConfig
-from relibra_jax.nnx.balancer import PlannedStages
+from relibra_jax.nnx.batch_planner import PlannedStages
 from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, model_stage
 from relibra_jax.routing.sizes import with_spare_room
 from relibra_jax.traces.bootstrap import bootstrap

@@ -3,33 +3,28 @@
 A batch is everything between two placements. `Balancer.prepare` begins a batch. It assigns the samples to micro-batches
 and ranks, places and replicates the experts, checks the plan, sizes the buffers, and moves the experts with their
 optimizer state. The caller then runs its own training loop. The pure functions behind it are public:
-`relibra_jax.plan_batch`, `relibra_jax.check_plan`, `relibra_jax.routing.sizes.count_capacities`,
+`relibra_jax.plan_batch`, `relibra_jax.check_plan`, `relibra_jax.execution.count_capacities`,
 `relibra_jax.nnx.reorder_experts`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.check import check_homes
-from relibra_jax.contract.plan import contiguous_homes, resident_experts
+from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.planner import Placement, Planner
-from relibra_jax.contract.types import Array, BatchPlan, Price, RoutingReplay, check_shape
+from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.plan_agreement import fail_together
-from relibra_jax.execution.row_exchange import check_owners
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -43,91 +38,34 @@ from relibra_jax.nnx.balancer_state import (
     stage_shape,
     with_sizes_of_path,
 )
+from relibra_jax.nnx.batch_planner import BatchPlanner, Carried, Chosen, PlannedStages
 from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import batch_sequences
 from relibra_jax.nnx.checks import (
-    check_aligned_left,
-    check_counts,
     check_experts_in_place,
     check_finite,
     check_model_homes,
-    check_own,
-    check_plans_from_counts,
-    check_replay_layers,
     expert_marks,
 )
 from relibra_jax.nnx.derived_cost import (
     check_cost,
     derive_cost,
     resolve_cost,
-    stage_prices,
     with_choices_of,
     with_dtype_of,
 )
 from relibra_jax.nnx.homes import reorder_experts
+from relibra_jax.nnx.live_stages import live_stages
 from relibra_jax.nnx.modelled_times import model_stage
 from relibra_jax.nnx.prepared import HostBatch, PreparedBatch, prepare_replayed
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import (
-    check_plans,
-    count_on_host,
-    load_of_sequences,
-    load_on_host,
-    plan_on_host,
-    to_host,
-)
-from relibra_jax.nnx.way_prices import (
-    OTHER_REPLICAS,
-    allowed_way,
-    cheapest_way,
-    cost_in_way,
-    estimate_seconds,
-    run_in_way,
-)
-from relibra_jax.planning.assignment import Assign, assign_in_order, assign_samples
-from relibra_jax.planning.batch import Batch, fill_unfinished
-from relibra_jax.planning.plan_batch import Stage, stage_samples
-from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.stage_requests import shift_samples
-from relibra_jax.routing.exchange_rules import Way
-from relibra_jax.routing.node_streams import lay_out_streams
-from relibra_jax.routing.sequence_packing import SequenceLayout, lay_out_sequences
+from relibra_jax.planning.assignment import Assign, assign_samples
+from relibra_jax.planning.batch import Batch
+from relibra_jax.planning.plan_batch import Stage
 from relibra_jax.routing.sizes import Capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
 from relibra_jax.support.programs import announce_compilation
-
-LAYOUTS: Final = {"packed": lay_out_sequences, "split": lay_out_streams}
-"""The layouts of sequences that hold several samples."""
-
-
-class PlannedStages(NamedTuple):
-    """A batch with its checked plans, on the host."""
-
-    routes: BatchRoutes | None
-    """The routes of the batch. None if it was planned from counts alone."""
-    batch: Batch
-    """The counts of the samples."""
-    top_k: int
-    """K, the number of experts of a token."""
-    parallel: ExpertParallel
-    """The settings with which layers run, in the chosen way."""
-    stages: Sequence[Stage]
-    """The stages, with the micro-batches of all data-parallel groups."""
-    cost: CostModel | None
-    """The cost model of what layers run. None if plans are for balance."""
-    prices: Sequence[Price]
-    """The price of each stage."""
-    plans: Sequence[BatchPlan]
-    """The plan of each stage."""
-    layouts: Sequence[SequenceLayout]
-    """The sequences of each stage; none if they are padded."""
-    state: PyTree
-    """The planner's state after the batch."""
-    next_key: PRNGKeyArray
-    """The random key for the next batch."""
-    seconds: float
-    """The seconds in which the host computed and checked the plans."""
 
 
 class Balancer:
@@ -206,12 +144,18 @@ class Balancer:
         if isinstance(cost, CostModel):
             parallel = with_choices_of(cost, parallel)
         parallel = dataclasses.replace(parallel, split_sequences=sequences == "split")
-        self.planner, self.parallel, self.assign, self.sequences = planner, parallel, assign, sequences
-        self._given, self.memory_kind = parallel, memory_kind
+        self.planner, self.assign, self.sequences = planner, assign, sequences
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
+        self.memory_kind = memory_kind
         announce_compilation()
-        planner_key, self._key = jax.random.split(key)
-        self._planner_state = planner.init(parallel.topology, num_layers, key=planner_key)
+        planner_key, key = jax.random.split(key)
+        self._batch_planner = BatchPlanner(
+            planner=planner, given=parallel, num_layers=num_layers, sequences=sequences, assign=assign
+        )
+        self._for_balance = cost == "balance"
+        priced = resolve_cost(cost, parallel, sequences=sequences) if isinstance(cost, CostModel) else None
+        state = planner.init(parallel.topology, num_layers, key=planner_key)
+        self._carried = Carried(Chosen(parallel, priced, None), state, key)
         self._home = np.asarray(contiguous_homes(parallel.topology, num_layers))
         self._capacities: dict[str, Capacities] = {}
         self._batch_number = 0
@@ -220,11 +164,11 @@ class Balancer:
         """Whether an optimizer's state is at the homes of the last batch. Then every batch needs the optimizer."""
         self._marks: np.ndarray | None = None  # of the experts when they last moved; None if none did
         self._warm_start: Placement | None = None
-        self._way: Way | None = None
-        self._for_balance = cost == "balance"
-        self._cost = (
-            resolve_cost(cost, parallel, sequences=sequences) if isinstance(cost, CostModel) else None
-        )
+
+    @property
+    def parallel(self) -> ExpertParallel:
+        """The settings with which layers run. The first batch chooses what they leave open."""
+        return self._carried.chosen.parallel
 
     @property
     def cost(self) -> CostModel | None:
@@ -234,7 +178,7 @@ class Balancer:
         ``balancer.cost.price(topology)``, `relibra_jax.plan_batch` finds the same plans, but for the first batch, which
         is searched before the way of running layers is chosen.
         """
-        return self._cost
+        return self._carried.chosen.cost
 
     @property
     def live(self) -> ExpertParallel:
@@ -253,8 +197,9 @@ class Balancer:
         Raises:
             ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """
-        planner, key = jax.tree.map(saved_leaf, (self._planner_state, self._key))
-        return BalancerState(planner, key, self._home, self._capacities, saved_way(self._way))
+        planner, key = jax.tree.map(saved_leaf, (self._carried.state, self._carried.key))
+        way = saved_way(self._carried.chosen.way)
+        return BalancerState(planner, key, self._home, self._capacities, way)
 
     @state.setter
     def state(self, state: BalancerState) -> None:
@@ -262,16 +207,11 @@ class Balancer:
         state = with_sizes_of_path(state, first)
         check_state(self.state, state, first)
         home = check_homes(state.home, self.parallel.topology.num_experts, "balancer state, home")
-        live = (self._planner_state, self._key)
-        self._planner_state, self._key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
+        live = (self._carried.state, self._carried.key)
+        planner, key = jax.tree.map(restored_leaf, (state.planner, state.key), live)
+        chosen = self._batch_planner.restored(restored_way(state.way), self.cost)
+        self._carried = Carried(chosen, planner, key)
         self._home, self._capacities = home, state.capacities
-        self.parallel, self._way = self._given, None
-        way = restored_way(state.way)
-        if way is not None:
-            self._take(allowed_way(way, self._given))
-        elif self._cost is not None:
-            way = self.parallel.ways(self._cost.model.top_k)[0]
-            self._cost = cost_in_way(self._cost, way, self.parallel)
         self._batch_number += 1
         self._marks = None
         self.discard()
@@ -398,21 +338,15 @@ class Balancer:
             live = self._live_stages(stages, mask, capacities)
             put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
-        routes = None
-        if replay is not None:
-            numbers = None if own is None else np.asarray(own)
-            routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)), numbers)
         if mask is not None or capacities is not None:
             raise ValueError(
                 "mask and capacities are for live routing: remove them, the replay or its counts determine both"
             )
-        number, way = self._batch_number, (self.parallel, self._cost, self._way)
-        try:
-            return self._prepare_replay(model, optimizer, routes, counts, stages, updates, copies)
-        except BaseException:
-            if self._batch_number == number:
-                self.parallel, self._cost, self._way = way
-            raise
+        routes = None
+        if replay is not None:
+            numbers = None if own is None else np.asarray(own)
+            routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)), numbers)
+        return self._prepare_replay(model, optimizer, routes, counts, stages, updates, copies)
 
     @checks_arguments
     def plan_stages(
@@ -434,14 +368,13 @@ class Balancer:
         Raises:
             ValueError: if the replay has other layers or experts, or the plan breaks a rule.
         """
-        before = (self.parallel, self._cost, self._way)
-        try:
-            if self._way is None and self._cost is not None:
-                self._take(self.parallel.ways(self._cost.model.top_k)[0])
-            routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)))
-            return self._plan_replay(routes, None, self._over_groups(stages), updates)
-        finally:
-            self.parallel, self._cost, self._way = before
+        chosen = self._carried.chosen
+        if chosen.way is None and chosen.cost is not None:
+            chosen = self._batch_planner.by_rule(chosen.cost)
+        routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)))
+        return self._plan(
+            self._carried._replace(chosen=chosen), routes, None, self._over_groups(stages), updates
+        )
 
     def discard(self) -> None:
         """Discard the last prepared batch and the result of `plan_ahead`.
@@ -481,43 +414,29 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if not self.planner.takes_homes:
-            raise ValueError(
-                "plan_ahead: the planner has no `reorder` and `replicate`, so its search cannot start from given homes"
-            )
-        topology = self.parallel.topology
-        shape = (len(batch.lengths), self.num_layers, topology.num_experts)
-        check_shape("sample_load", batch.sample_load.shape, shape)
-        if not np.asarray(finished).any():
-            raise ValueError(f"plan_ahead: none of {len(batch.lengths)} samples has finished")
-        stages = self._over_groups(stages or [Stage(self.num_micro_batches)])
-        key = jax.random.split(self._key, 3)[2]
         batch_number = self._batch_number
         with jax.profiler.TraceAnnotation("plan_ahead"):
-            filled = fill_unfinished(*to_host((batch, finished)))
-            (plan, *_), _ = plan_on_host(
-                filled,
-                self.planner,
-                self._planner_state,
-                topology,
-                stages=stages,
-                prices=self._prices(len(stages), updates),
-                assign=self.assign,
-                key=key,
+            start = self._batch_planner.plan_finished(
+                self._carried,
+                batch,
+                finished,
+                self._over_groups(stages or [Stage(self.num_micro_batches)]),
+                updates=updates,
             )
-            residents = jax.device_get(resident_experts(plan.plan, topology))
         if self._batch_number == batch_number:
-            self._warm_start = Placement(plan.plan.home, residents)
+            self._warm_start = start
 
     def _set_cost(self, model: nnx.Module) -> None:
         """Derive the cost model from the first model, or check that it has the model's sizes."""
         if self._for_balance:
             return
-        if self._cost is None:
+        cost = self.cost
+        if cost is None:
             derived = derive_cost(model, num_layers=self.num_layers, mesh=self.parallel.mesh)
-            self._cost = resolve_cost(derived, self.parallel, sequences=self.sequences)
-        check_cost(self._cost, model, num_layers=self.num_layers)
-        self._cost = with_dtype_of(self._cost, model)
+            cost = resolve_cost(derived, self.parallel, sequences=self.sequences)
+        check_cost(cost, model, num_layers=self.num_layers)
+        chosen = self._carried.chosen._replace(cost=with_dtype_of(cost, model))
+        self._carried = self._carried._replace(chosen=chosen)
 
     def _check(self, model: nnx.Module, optimizer: nnx.Optimizer | None) -> Float[np.ndarray, "L E m"]:
         """Raise ValueError unless a batch may be prepared now; return the marks of the experts."""
@@ -573,7 +492,7 @@ class Balancer:
         """Plan the stages of a batch, and move the experts. Signals wait while anything changes."""
         marks = self._check(model, optimizer)
         with jax.profiler.TraceAnnotation("plan"):
-            planned = self._plan_replay(routes, counts, stages, updates)
+            planned = self._plan(self._carried, routes, counts, stages, updates)
         with jax.profiler.TraceAnnotation("size"):
             sizes = count_sizes(
                 planned.routes,
@@ -586,7 +505,7 @@ class Balancer:
             )
         with jax.profiler.TraceAnnotation("migrate"):
             prepared = tuple(self._prepare_stage(number, planned, sizes) for number in range(len(stages)))
-            topology, mesh = self.parallel.topology, self.parallel.mesh
+            topology, mesh = planned.parallel.topology, planned.parallel.mesh
             put_on_mesh(model, optimizer, mesh)
             for other in copies:
                 put_on_mesh(other, None, mesh)
@@ -594,158 +513,25 @@ class Balancer:
             step = None if optimizer is None else int(optimizer.step[...])
             with signals_deferred():
                 reorder_experts(model, optimizer, home, mesh=mesh, topology=topology, copies=copies)
-                self._planner_state, self._key = planned.state, planned.next_key
-                self._home, self._capacities, self._warm_start = home, sizes.capacities, None
+                self._carried, self._warm_start = planned.after, None
+                self._home, self._capacities = home, sizes.capacities
                 self._batch_number, self._marks = self._batch_number + 1, marks
                 self.trains = optimizer is not None
                 if step is not None:
                     self._steps_before = step
         return prepared
 
-    def _prices(self, num_stages: int, updates: Sequence[int] | None) -> tuple[Price, ...]:
-        return stage_prices(self._cost, self.parallel, num_stages, updates=updates, sequences=self.sequences)
-
-    def _plan_replay(
+    def _plan(
         self,
+        before: Carried,
         routes: BatchRoutes | None,
         counts: Batch | None,
         stages: Sequence[Stage],
         updates: Sequence[int] | None,
     ) -> PlannedStages:
-        """Plan a batch from its routes or its counts, and check its plans."""
-        begin, topology = time.perf_counter(), self.parallel.topology
-        size = {"num_experts": topology.num_experts, "num_layers": self.num_layers}
-        prices = self._prices(len(stages), updates)
-        if routes is not None:
-            self._check_routes(routes, counts)
-        if counts is not None:
-            top_k = check_counts(counts, None, **size)
-            batch = jax.tree.map(np.asarray, counts)
-        else:
-            assert routes is not None
-            top_k = routes.top_k
-            batch = count_on_host(routes, self.planner, topology, prices)
-        if routes is None:
-            check_plans_from_counts(self.parallel, top_k)
-        next_key, key = jax.random.split(self._key)
-        search = functools.partial(self._search, batch, stages, updates, key)
-        plans, state = search()
-        if self._way is None and self._cost is not None:
-            known = routes is not None
-            plans, state = self._choose_way(batch, updates, plans, state, search, has_routes=known)
-        topology, searched_striped = self.parallel.topology, prices[0].striped
-        prices = self._prices(len(stages), updates)
-        parallel = self.parallel.with_striping(top_k)
-        layouts, striped = (
-            self._lay_out_stages(plans, np.asarray(batch.lengths), parallel),
-            parallel.is_striped,
+        return self._batch_planner.plan(
+            before, routes, counts, stages, updates=updates, start=self._warm_start
         )
-        if self.sequences == "split":
-            assert routes is not None
-            plans = load_of_sequences(plans, routes, layouts, topology, striped=striped)
-        elif striped or searched_striped:
-            plans = load_on_host(plans, routes, batch, topology, striped=striped)
-        check_plans(plans, topology, across_nodes=bool(self.parallel.across_nodes), way=saved_way(self._way))
-        seconds = time.perf_counter() - begin
-        return PlannedStages(
-            *(routes, batch, top_k, parallel, stages, self._cost, prices, plans),
-            *(layouts, state, next_key, seconds),
-        )
-
-    def _check_routes(self, routes: BatchRoutes, counts: Batch | None) -> None:
-        """Raise ValueError unless the routes are valid, or belong to counts; on all processes if it is on one."""
-        size = {"num_experts": self.parallel.topology.num_experts, "num_layers": self.num_layers}
-
-        num_samples, alone = routes.num_samples(), routes.own is not None
-        with fail_together("checking the routes of a batch") if alone else contextlib.nullcontext():
-            if routes.own is not None:
-                check_own(routes.own, routes.replay, num_samples)
-            if counts is None:
-                check_replay_layers(routes.replay, **size)
-            else:
-                check_counts(counts, routes, **size)
-            if self.sequences != "padded":
-                check_aligned_left(np.asarray(routes.replay.mask))
-        if routes.own is not None:
-            check_owners(routes.own, num_samples)
-
-    def _lay_out_stages(
-        self, plans: Sequence[BatchPlan], lengths: Int[np.ndarray, " B"], parallel: ExpertParallel
-    ) -> tuple[SequenceLayout, ...]:
-        """Lay out the samples of all stages in sequences, if these hold several samples."""
-        if self.sequences not in LAYOUTS:
-            return ()
-        lay_out = LAYOUTS[self.sequences]
-        return tuple(lay_out(plan.assignment, lengths, align=parallel.aligned_positions) for plan in plans)
-
-    def _search(
-        self, batch: Batch, stages: Sequence[Stage], updates: Sequence[int] | None, key: PRNGKeyArray
-    ) -> tuple[tuple[BatchPlan, ...], PyTree]:
-        """Search the plan of each stage of a batch; return them and the planner's state after the batch."""
-        return plan_on_host(
-            batch,
-            self.planner,
-            self._planner_state,
-            self.parallel.topology,
-            stages=stages,
-            prices=self._prices(len(stages), updates),
-            assign=self.assign,
-            key=key,
-            start=self._warm_start,
-        )
-
-    def _choose_way(
-        self,
-        batch: Batch,
-        updates: Sequence[int] | None,
-        plans: tuple[BatchPlan, ...],
-        state: PyTree,
-        search: Callable[[], tuple[tuple[BatchPlan, ...], PyTree]],
-        *,
-        has_routes: bool,
-    ) -> tuple[tuple[BatchPlan, ...], PyTree]:
-        """Choose the way of running layers by the price of the first batch, and return its plans and state.
-
-        If replicas on other nodes may pay, the batch is planned with them too, and if replicas are doubtful, without
-        any. Planners that do not take given homes are run as published.
-        """
-        cost = self._cost
-        assert cost is not None
-        price = functools.partial(
-            stage_prices,
-            parallel=self.parallel,
-            num_stages=len(plans),
-            updates=updates,
-            sequences=self.sequences,
-        )
-        # Without routes, the loads of striped layers are unknown.
-        ways = [way for way in self.parallel.ways(cost.model.top_k) if has_routes or not way.striped]
-        self._take(cheapest_way(plans, batch, self.parallel, ways, cost, price))
-        if not self.planner.takes_homes:
-            return plans, state
-        for change, may_pay, least, line in OTHER_REPLICAS:
-            way, prices = self._way, self._prices(len(plans), updates)
-            assert way is not None
-            if not (way.replicas and may_pay(plans, batch, self._given, prices)):
-                continue
-            seconds = estimate_seconds(plans, batch, self.parallel.topology, prices)
-            self._take(change(way))
-            tried, tried_state = search()
-            prices = self._prices(len(plans), updates)
-            saved = 1 - estimate_seconds(tried, batch, self.parallel.topology, prices) / seconds
-            if saved < least:
-                self._take(way)
-                continue
-            plans, state = tried, tried_state
-            if not jax.process_index():
-                print(f"relibra_jax: {line} a batch takes {saved:.1%} less modelled time", file=sys.stderr)
-        return plans, state
-
-    def _take(self, way: Way) -> None:
-        """Run all further batches in this way."""
-        self._way, self.parallel = way, run_in_way(self._given, way)
-        if self._cost is not None:
-            self._cost = cost_in_way(self._cost, way, self._given)
 
     def _prepare_stage(self, number: int, planned: PlannedStages, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""
@@ -756,7 +542,8 @@ class Balancer:
         num_tokens = int(lengths.max(initial=0) if length is None else length)
         if planned.routes is not None:
             num_tokens = planned.routes.num_tokens
-        layout, model_times = planned.layouts[number] if planned.layouts else None, None
+        layout = planned.layouts[number] if planned.layouts else None
+        model_times = None
         sequences = batch_sequences(
             plan.assignment,
             layout,
@@ -799,31 +586,5 @@ class Balancer:
         """Prepare stages for live routing: samples in order or packed, experts at home, no replicas."""
         if mask is None:
             raise ValueError("live routing (replay=None) needs mask, the tokens of each sample")
-        if self.sequences in LAYOUTS:
-            check_aligned_left(np.asarray(mask))
-        num_samples, num_tokens = mask.shape
-        lengths = np.asarray(mask).sum(1)
         parallel = dataclasses.replace(self.live, capacities=capacities)
-        batches = []
-        for stage, samples in zip(stages, stage_samples(num_samples, stages), strict=True):
-            micro_batches = stage.num_micro_batches
-            assignment, layout = stage.start, None
-            if assignment is None:
-                if self.sequences in LAYOUTS:
-                    own_lengths = lengths[samples.start : samples.stop]
-                    own = pack_samples(own_lengths, parallel.topology, num_micro_batches=micro_batches)
-                else:
-                    own = assign_in_order(len(samples), parallel.topology, num_micro_batches=micro_batches)
-                assignment = shift_samples(own, samples.start)
-            if self.sequences in LAYOUTS:
-                layout = lay_out_sequences(assignment, lengths, align=parallel.aligned_positions)
-            sequences = batch_sequences(
-                assignment,
-                layout,
-                parallel,
-                num_samples=num_samples,
-                num_tokens=num_tokens,
-                memory_kind=self.memory_kind,
-            )
-            batches.append(PreparedBatch(None, parallel, host=HostBatch(sequences)))
-        return tuple(batches)
+        return live_stages(stages, mask, parallel, sequences=self.sequences, memory_kind=self.memory_kind)

@@ -1,5 +1,6 @@
 """Checks around a batch: of the model and the replay before it is planned, and of the rows that experts computed."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from relibra_jax.contract.replay import check_replay
 from relibra_jax.contract.types import EMPTY, Array, RoutingReplay, check_shape
 from relibra_jax.execution.memory import in_host_memory, take, to_device
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.plan_agreement import fail_together
+from relibra_jax.execution.row_exchange import check_owners
 from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.batch_sequences import whole_array
 from relibra_jax.nnx.homes import get_homes
@@ -168,6 +171,31 @@ def check_counts(batch: Batch, routes: BatchRoutes | None, *, num_experts: int, 
                 " tokens: they are of different samples"
             )
     return top_k
+
+
+def check_batch_routes(
+    routes: BatchRoutes, counts: Batch | None, *, num_experts: int, num_layers: int, aligned_left: bool
+) -> None:
+    """Raise ValueError unless the routes of a batch are valid, or belong to counts; on all processes if it is on one.
+
+    Args:
+        routes: the routes, whole or those of this process.
+        counts: the counts of all samples; None if the routes are counted.
+        num_experts, num_layers: the sizes of the model.
+        aligned_left: whether the real tokens of every sample have to come first.
+    """
+    num_samples, alone = routes.num_samples(), routes.own is not None
+    with fail_together("checking the routes of a batch") if alone else contextlib.nullcontext():
+        if routes.own is not None:
+            check_own(routes.own, routes.replay, num_samples)
+        if counts is None:
+            check_replay_layers(routes.replay, num_experts=num_experts, num_layers=num_layers)
+        else:
+            check_counts(counts, routes, num_experts=num_experts, num_layers=num_layers)
+        if aligned_left:
+            check_aligned_left(np.asarray(routes.replay.mask))
+    if routes.own is not None:
+        check_owners(routes.own, num_samples)
 
 
 def check_own(own: Int[np.ndarray, " b"], replay: RoutingReplay, num_samples: int) -> None:

@@ -66,21 +66,6 @@ def _host_device() -> jax.Device:
         return jax.local_devices()[0]
 
 
-def count_on_host(
-    routes: BatchRoutes, planner: Planner, topology: Topology, prices: Sequence[Price]
-) -> Batch:
-    """Count on the host what planning needs from the routes of a batch (`BatchRoutes.count`).
-
-    Args:
-        routes: the routes of the batch.
-        planner: the planner, which decides whether transitions are counted.
-        topology: the expert-parallel group.
-        prices: the price of each stage. Routes are sampled if any of them pays for crossings.
-    """
-    with on_host():
-        return routes.count(planner, topology, prices)
-
-
 def plan_on_host(
     batch: Batch,
     planner: Planner,
@@ -115,66 +100,36 @@ def plan_on_host(
     return jax.device_get(plans), state
 
 
-def load_on_host(
+def with_exact_loads(
     plans: Sequence[BatchPlan],
     routes: BatchRoutes | None,
     batch: Batch,
-    topology: Topology,
-    *,
-    striped: bool,
-) -> tuple[BatchPlan, ...]:
-    """Give plans the exact load of striped layers, or of those that are not, on the host.
-
-    Args:
-        plans: the plan of each stage, searched with an estimate of the load.
-        routes: the routes of the batch; None only if layers are not striped.
-        batch: the counts of the samples.
-        topology: the expert-parallel group.
-        striped: whether layers are striped.
-    """
-    with on_host():
-        plans = to_host(tuple(plans))
-        if striped:
-            assert routes is not None
-            return _with_loads(plans, routes, [None] * len(plans), topology, striped=True)
-        loaded = [plan._replace(load=assigned_load(batch.sample_load, plan.assignment)) for plan in plans]
-    return tuple(jax.device_get(loaded))
-
-
-def load_of_sequences(
-    plans: Sequence[BatchPlan],
-    routes: BatchRoutes,
     layouts: Sequence[SequenceLayout],
     topology: Topology,
     *,
     striped: bool,
 ) -> tuple[BatchPlan, ...]:
-    """Give plans the exact load of the tokens that each rank has in its sequences, on the host.
+    """Give plans the exact load of the tokens that each rank dispatches, on the host.
 
     Args:
         plans: the plan of each stage, searched with an estimate of the load.
-        routes: the routes of the batch.
-        layouts: the sequences of each stage.
+        routes: the routes of the batch; None only if layers are not striped and no sequences are given.
+        batch: the counts of the samples.
+        layouts: the sequences of each stage, if the ranks of a node share them; otherwise none.
         topology: the expert-parallel group.
         striped: whether layers are striped.
     """
-    with on_host():
-        return _with_loads(plans, routes, layouts, topology, striped=striped)
-
-
-def _with_loads(
-    plans: Sequence[BatchPlan],
-    routes: BatchRoutes,
-    layouts: Sequence[SequenceLayout | None],
-    topology: Topology,
-    *,
-    striped: bool,
-) -> tuple[BatchPlan, ...]:
     loads = []
-    for plan, layout in zip(plans, layouts, strict=True):
-        replay, placed = routes.placed(plan, layout)
-        loads.append(routes.total(dispatched_load(replay, placed.assignment, topology, striped=striped)))
-    pairs = zip(jax.device_get(plans), jax.device_get(loads), strict=True)
+    held: Sequence[SequenceLayout | None] = layouts or [None] * len(plans)
+    with on_host():
+        for plan, layout in zip(plans, held, strict=True):
+            if layout is None and not striped:
+                loads.append(assigned_load(batch.sample_load, plan.assignment))
+                continue
+            assert routes is not None
+            replay, placed = routes.placed(plan, layout)
+            loads.append(routes.total(dispatched_load(replay, placed.assignment, topology, striped=striped)))
+    pairs = zip(plans, jax.device_get(loads), strict=True)
     return tuple(plan._replace(load=load) for plan, load in pairs)
 
 
