@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     """The number of real tokens of each sample."""
     routes: Routes | None = None
     """Sampled tokens with their experts. Without them homes are searched for balance, and crossings are counted in
-    token copies instead of tokens. On one node nothing crosses, so routes make no difference."""
+    token copies instead of tokens. On one node the same holds for the rows between its ranks."""
     transitions: Transitions | None = None
     """Transition counts, for planners with ``uses_transitions``."""
     sequence_length: Float[Array, ""] | float | None = None
