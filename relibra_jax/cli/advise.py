@@ -7,9 +7,9 @@ modelled.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import tyro
 from rich.console import Console
@@ -34,13 +34,14 @@ from relibra_jax.cost.memory import rank_memory
 from relibra_jax.evaluation import Batching, Costs, Ranks, Setting, make_setting
 from relibra_jax.evaluation.advice import STEPS, Advice, best_slots, over_skew, over_tokens, price
 from relibra_jax.evaluation.group_sizes import (
+    GroupPrice,
     group_setting,
     groups_without_samples,
     price_groups,
     smaller_groups,
     strategies_of,
 )
-from relibra_jax.evaluation.predictor_prices import price_predictors
+from relibra_jax.evaluation.predictor_prices import PredictorPrice, price_predictors
 from relibra_jax.evaluation.predictors import make_predictors
 from relibra_jax.evaluation.strategies import strategies
 from relibra_jax.evaluation.thresholds import EVEN_SHARES, PAYS, Point, route_some_evenly, threshold
@@ -48,6 +49,7 @@ from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.counted import counted
 from relibra_jax.support.limits import check_positive
 from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
 
 TABLE_WIDTH: Final = 96
 
@@ -92,8 +94,51 @@ def run_advise(options: Advise, console: Console) -> None:
         ValueError: if the trace and the settings do not fit each other, an accuracy or cost of a predictor is out of
             its range, or no strategy fits the memory. Nothing is written then.
     """
-    networks = options.networks.networks()
     trace = read_trace(options.trace)
+    advised = _advise(options, trace, console)
+    title = (
+        f"{trace.name} on {counted(options.nodes, 'node')} x {counted(options.ranks_per_node, 'rank')}:"
+        f" {options.costs.model} on"
+        f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
+    )
+    _print_advised(advised, title, options, console)
+    options.out.mkdir(parents=True, exist_ok=True)
+    figure, numbers = options.out / "advise.png", options.out / "advise.json"
+    draw_advice(figure, advised.advice, advised.sizes, advised.skews, advised.predictors, title)
+    write_json(numbers, _report(advised, title))
+    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+class _Advised(NamedTuple):
+    """What is advised on a trace."""
+
+    limit: float
+    """The memory of a rank, in bytes."""
+    advice: Sequence[Advice]
+    """The results of the strategies. The first one is the strategy that does nothing."""
+    best: Advice
+    """The fastest strategy that runs and fits the memory."""
+    sizes: Sequence[Point]
+    """The gain by the number of tokens of a rank."""
+    skews: Sequence[Point]
+    """The gain by the imbalance under static placement."""
+    groups: Sequence[GroupPrice]
+    """The results of groups of all nodes and of fewer."""
+    too_many: Sequence[int]
+    """The numbers of nodes of groups that are not priced."""
+    slots: int
+    """The replica slots of a rank for which predictors are priced."""
+    predictors: Sequence[PredictorPrice]
+    """The results of predictors, and of replay."""
+    missing: Mapping[str, str]
+    """The predictors that the trace does not allow, with the reason."""
+    replayed: Advice
+    """The strategy in the last row of the predictors."""
+
+
+def _advise(options: Advise, trace: Trace, console: Console) -> _Advised:
+    """Price the strategies, the sizes and skews, smaller groups and predictors, beside a bar of progress."""
+    networks = options.networks.networks()
     topology = _topology(options, 0, 0, trace.num_experts)
     prepare = functools.partial(
         make_setting, topology=topology, batching=options.batching, cost=options.costs
@@ -115,7 +160,6 @@ def run_advise(options: Advise, console: Console) -> None:
 
         advice = price(tried, setting, progress=progress)
         fitting = [each for each in advice if each.memory <= limit]
-        best = min((each for each in fitting if each.strategy.runs), key=lambda each: each.seconds)
         candidates = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
         bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(candidates))
         sizes = over_tokens(candidates, setting, options.costs.tokens_per_rank, progress=progress)
@@ -126,9 +170,9 @@ def run_advise(options: Advise, console: Console) -> None:
             smaller = group_setting(
                 trace, topology, options.batching, options.costs, whole=setting, nodes=nodes
             )
-            tried = strategies_of(candidates, nodes)
-            bar.reset(task, description=counted(nodes, "node"), total=len(tried))
-            groups += price_groups(price(tried, smaller, progress=progress), smaller, limit)
+            in_group = strategies_of(candidates, nodes)
+            bar.reset(task, description=counted(nodes, "node"), total=len(in_group))
+            groups += price_groups(price(in_group, smaller, progress=progress), smaller, limit)
         predictors, missing = make_predictors(
             setting.batches, networks, num_experts=trace.num_experts, seed=options.batching.seed
         )
@@ -137,68 +181,74 @@ def run_advise(options: Advise, console: Console) -> None:
         own = dataclasses.replace(setting, topology=dataclasses.replace(topology, replica_slots=slots))
         replayed = best_with_replay(fitting)
         prices = with_best(price_predictors(predictors, own, progress=progress), replayed)
-    title = (
-        f"{trace.name} on {counted(options.nodes, 'node')} x {counted(options.ranks_per_node, 'rank')}:"
-        f" {options.costs.model} on"
-        f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
+    return _Advised(
+        limit=limit,
+        advice=advice,
+        best=min((each for each in fitting if each.strategy.runs), key=lambda each: each.seconds),
+        sizes=sizes,
+        skews=skews,
+        groups=groups,
+        too_many=groups_without_samples(setting),
+        slots=slots,
+        predictors=prices,
+        missing=missing,
+        replayed=replayed,
     )
-    console.print(advice_table(advice, limit, title), crop=False, soft_wrap=True)
-    for line in (
-        f"best strategy within {limit / 1e9:g} GB per rank in {counted(options.nodes, 'node')}:"
-        f" {best.strategy.label}, planned from {_LOADS_KNOWN[best.strategy.foresight]}",
-        _pays("tokens per rank and micro-batch", sizes, "{:,.0f}"),
-        _pays("imbalance under static placement", skews, "{:.2f}"),
-        _COLUMNS,
-    ):
-        console.print(line, highlight=False, soft_wrap=True)
-    if len(groups) > 1:
-        console.print(group_table(groups, limit, width=TABLE_WIDTH), crop=False, soft_wrap=True)
-        for line in (fastest_groups(groups, limit), GROUP_COLUMNS):
+
+
+def _print_advised(advised: _Advised, title: str, options: Advise, console: Console) -> None:
+    """Print the tables, each with the lines that explain it."""
+
+    def print_table(table: Table, *lines: str) -> None:
+        console.print(table, crop=False, soft_wrap=True)
+        for line in lines:
             console.print(line, highlight=False, soft_wrap=True)
-    if too_many := groups_without_samples(setting):
+
+    limit, best, nodes = advised.limit, advised.best, counted(options.nodes, "node")
+    print_table(
+        advice_table(advised.advice, limit, title),
+        f"best strategy within {limit / 1e9:g} GB per rank in {nodes}:"
+        f" {best.strategy.label}, planned from {_LOADS_KNOWN[best.strategy.foresight]}",
+        _pays("tokens per rank and micro-batch", advised.sizes, "{:,.0f}"),
+        _pays("imbalance under static placement", advised.skews, "{:.2f}"),
+        _COLUMNS,
+    )
+    if len(advised.groups) > 1:
+        print_table(
+            group_table(advised.groups, limit, width=TABLE_WIDTH),
+            fastest_groups(advised.groups, limit),
+            GROUP_COLUMNS,
+        )
+    if advised.too_many:
         console.print(
-            f"groups of {', '.join(map(str, too_many))} of {counted(options.nodes, 'node')} are not priced: they would"
+            f"groups of {', '.join(map(str, advised.too_many))} of {nodes} are not priced: they would"
             " have more micro-batches than a batch has samples",
             highlight=False,
             soft_wrap=True,
         )
-    table = predictor_table(prices, replica_slots=slots, width=TABLE_WIDTH)
-    console.print(table, crop=False, soft_wrap=True)
-    for line in (
-        *(f"not available: {name}: {reason}" for name, reason in missing.items()),
-        f"replay, best strategy: {replayed.strategy.label}",
+    print_table(
+        predictor_table(advised.predictors, replica_slots=advised.slots, width=TABLE_WIDTH),
+        *(f"not available: {name}: {reason}" for name, reason in advised.missing.items()),
+        f"replay, best strategy: {advised.replayed.strategy.label}",
         COLUMNS,
-    ):
-        console.print(line, highlight=False, soft_wrap=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    figure, numbers = options.out / "advise.png", options.out / "advise.json"
-    draw_advice(figure, advice, sizes, skews, prices, title)
-    report = _report(title, limit, advice, best, sizes, skews) | {
-        "groups": group_numbers(groups),
-        "predictors": predictor_numbers(prices, missing, replayed, replica_slots=slots),
-    }
-    write_json(numbers, report)
-    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+    )
 
 
-def _report(
-    title: str,
-    limit: float,
-    advice: Sequence[Advice],
-    best: Advice,
-    sizes: Sequence[Point],
-    skews: Sequence[Point],
-) -> dict[str, object]:
+def _report(advised: _Advised, title: str) -> dict[str, object]:
     """Return the numbers of the file."""
     return {
         "setting": title,
-        "memory_limit": limit,
-        "strategies": [_numbers(each) for each in advice],
-        "best": best.strategy.label,
-        "tokens": [point._asdict() for point in sizes],
-        "tokens_from_which_it_pays": threshold(sizes),
-        "skew": [point._asdict() for point in skews],
-        "imbalance_from_which_it_pays": threshold(skews),
+        "memory_limit": advised.limit,
+        "strategies": [_numbers(each) for each in advised.advice],
+        "best": advised.best.strategy.label,
+        "tokens": [point._asdict() for point in advised.sizes],
+        "tokens_from_which_it_pays": threshold(advised.sizes),
+        "skew": [point._asdict() for point in advised.skews],
+        "imbalance_from_which_it_pays": threshold(advised.skews),
+        "groups": group_numbers(advised.groups),
+        "predictors": predictor_numbers(
+            advised.predictors, advised.missing, advised.replayed, replica_slots=advised.slots
+        ),
     }
 
 
