@@ -119,17 +119,13 @@ class Loads(NamedTuple):
     """The token copies of each sample."""
 
 
-def read_loads(trace: str | None, skews: Sequence[float] = SKEWS) -> list[Loads]:
-    """Return the loads of a recorded trace, and of synthetic ones of 128 experts, as skewed as recorded and more.
-
-    Args:
-        trace: the recorded trace.
-        skews: the factors of the synthetic traces' skew.
+def read_loads(trace: str | None) -> list[Loads]:
+    """Return the loads of a recorded trace, and of synthetic ones of 128 experts, each skewed by a factor of `SKEWS`.
 
     Raises:
         ValueError: if the trace cannot be read, or has fewer samples than the longest micro-batch.
     """
-    traces = [read_trace(trace)] + [skewed_trace(skew) for skew in skews]
+    traces = [read_trace(trace)] + [skewed_trace(skew) for skew in SKEWS]
     if len(traces[0].replay.expert_ids) < max(SAMPLES):
         raise ValueError(
             f"trace {traces[0].name} has {len(traces[0].replay.expert_ids)} samples, and the longest micro-batch of the"
@@ -222,23 +218,21 @@ def _imbalance(load: Int[Array, "M L E"], planner: Planner, topology: Topology) 
     return batch_imbalance(rank_load(plan))
 
 
-def waiting_share(
-    model: str, *, nodes: int = 2, tokens: int = 16384, context: int = 4096, experts_alone: bool = False
-) -> float:
+def waiting_share(model: str, *, context: int = 4096, experts_alone: bool = False) -> float:
     """Return the share of a modelled balanced run that waits for the fullest rank: experts, exchange and gathers.
+
+    The run is on two nodes of `RANKS_PER_NODE` ranks, each with 16,384 tokens in a micro-batch.
 
     Args:
         model: a name in `relibra_jax.cost.models.MODELS`.
-        nodes: the number of nodes of `RANKS_PER_NODE` ranks.
-        tokens: the tokens of a rank in a micro-batch.
         context: the tokens of a sample.
         experts_alone: whether only the experts count, as if exchanges took as long for all plans.
     """
-    sizes = MODELS[model]
+    sizes, tokens = MODELS[model], 16384
     topology = Topology(
-        num_nodes=nodes, ranks_per_node=RANKS_PER_NODE, num_experts=sizes.num_experts, replica_slots=1
+        num_nodes=2, ranks_per_node=RANKS_PER_NODE, num_experts=sizes.num_experts, replica_slots=1
     )
-    grid = (1, 1, nodes, RANKS_PER_NODE, sizes.num_experts)
+    grid = (1, 1, topology.num_nodes, RANKS_PER_NODE, sizes.num_experts)
     load = np.full(grid, tokens * sizes.top_k // sizes.num_experts, np.int32)
     lengths = np.full(topology.num_ranks * tokens // context, context, np.int32)
     price = CostModel(cluster=CLUSTERS["h100"], model=sizes, striped=True).price(topology)
@@ -280,37 +274,28 @@ class HomesCell(NamedTuple):
         return min(seconds[name] for name in seconds if name != "annealed") / seconds["annealed"] - 1
 
 
-def sweep_homes(
-    traces: Sequence[Trace],
-    *,
-    nodes: Sequence[int] = (2, 4),
-    samples_per_rank: Sequence[int] = (1, 4),
-    models: Sequence[str] = (PAPER_MODELS[0], PAPER_MODELS[2]),
-    local: int = RANKS_PER_NODE,
-    micro_batches: int = 8,
-    rows: Mapping[str, PlannerEntry] = HOMES,
-) -> Iterator[HomesCell]:
-    """Plan and price batches in every setting; yield balance, crossings and modelled time of each row.
+def sweep_homes(traces: Sequence[Trace]) -> Iterator[HomesCell]:
+    """Plan and price batches in every setting; yield balance, crossings and modelled time of each row of `HOMES`.
+
+    A setting is a number of nodes, a mean number of samples of a rank in a micro-batch, and a model that is priced.
+    Each rank has one replica slot.
 
     Args:
         traces: the traces, of which batches are drawn with replacement.
-        nodes: the numbers of nodes.
-        samples_per_rank: the mean numbers of samples of a rank in a micro-batch.
-        models: the models whose sizes are priced.
-        local: the ranks of a node, each with one replica slot.
-        micro_batches: M, the micro-batches of a batch.
-        rows: the planners.
     """
+    micro_batches = 8
     # Settings that share shapes follow each other, so that programs are compiled once for them.
-    for count, per_rank, trace, model in itertools.product(nodes, samples_per_rank, traces, models):
-        samples = per_rank * count * local
+    for nodes, per_rank, trace, model in itertools.product(
+        (2, 4), (1, 4), traces, (PAPER_MODELS[0], PAPER_MODELS[2])
+    ):
+        samples = per_rank * nodes * RANKS_PER_NODE
         setting = make_setting(
             trace,
-            Ranks(nodes=count, ranks_per_node=local, replica_slots=1).topology(trace.num_experts),
+            Ranks(nodes=nodes, ranks_per_node=RANKS_PER_NODE, replica_slots=1).topology(trace.num_experts),
             batching=Batching(batch_size=samples * micro_batches, bootstrap=2, micro_batches=micro_batches),
             cost=Costs(model=model, shards=10),
         )
-        outcomes = {name: run_planner(name, entry, setting, timed_runs=0) for name, entry in rows.items()}
+        outcomes = {name: run_planner(name, entry, setting, timed_runs=0) for name, entry in HOMES.items()}
         numbers = {
             "imbalance": {name: each.imbalance for name, each in outcomes.items()},
             "crossings": {name: each.crossings for name, each in outcomes.items()},
@@ -319,4 +304,4 @@ def sweep_homes(
                 name: each.balanced_seconds / each.share_as_needed for name, each in outcomes.items()
             },
         }
-        yield HomesCell(trace.name, model, count, samples, **numbers)
+        yield HomesCell(trace.name, model, nodes, samples, **numbers)
