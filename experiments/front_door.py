@@ -26,9 +26,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import TraceName, parse_ranks, run_program
+from experiments.program import TraceName, run_program, topology_of
 from relibra_jax.contract.plan import contiguous_homes
-from relibra_jax.contract.types import BatchPlan, RoutingReplay, Topology
+from relibra_jax.contract.types import BatchPlan, RoutingReplay
 from relibra_jax.cost.step_time import attention_time, rank_time
 from relibra_jax.evaluation import (
     Batches,
@@ -100,13 +100,8 @@ def make_case(trace: Trace, config: FrontDoor, ranks: str, residents: int) -> Se
     Raises:
         ValueError: if ``ranks`` does not have this form, or the trace has too few samples.
     """
-    nodes, local = parse_ranks(ranks)
-    topology = Topology(
-        num_nodes=nodes,
-        ranks_per_node=local,
-        num_experts=trace.num_experts,
-        replica_slots=config.replica_slots,
-        resident_slots=residents,
+    topology = topology_of(
+        ranks, trace.num_experts, replica_slots=config.replica_slots, resident_slots=residents
     )
     check_integer("samples", config.samples, least=config.micro_batches)
     order = np.random.default_rng(0).permutation(len(trace.replay.mask))

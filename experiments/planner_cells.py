@@ -9,6 +9,7 @@ moves of experts before them; `CellTimes` says for which loads of a node's ranks
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from jaxtyping import Num
 from rich.console import Console
 from rich.table import Table
 
-from experiments.program import run_program
+from experiments.program import parse_ranks, run_program, topology_of
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import Array, Price, RoutingReplay, Topology
@@ -147,17 +148,9 @@ def run_cell(cell: Cell, planners: tuple[str, ...]) -> CellTimes:
         cell: the setting.
         planners: names in `PLANNERS`. ``balanced`` is added: a run in which nothing is uneven.
     """
-    nodes, local = map(int, cell.ranks.split("x"))
-    trace = _trace(cell.trace)
-    ranks, samples = nodes * local, 2 * nodes * local * MICRO_BATCHES
-    experts = -(-trace.num_experts // ranks) * ranks
-    topology = Topology(
-        num_nodes=nodes,
-        ranks_per_node=local,
-        num_experts=experts,
-        replica_slots=cell.replicas,
-        resident_slots=cell.residents,
-    )
+    trace, ranks = _trace(cell.trace), math.prod(parse_ranks(cell.ranks))
+    samples, experts = 2 * ranks * MICRO_BATCHES, -(-trace.num_experts // ranks) * ranks
+    topology = topology_of(cell.ranks, experts, replica_slots=cell.replicas, resident_slots=cell.residents)
     if len(trace.replay.mask) < BATCHES * samples:
         trace = bootstrap(trace, BATCHES * samples, seed=0)
     setting = make_setting(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from relibra_jax.contract.types import Topology
 from relibra_jax.support.bad_input import exit_status
 from relibra_jax.support.parsing import parse_options
 from relibra_jax.support.programs import keep_programs_unless
@@ -36,6 +37,31 @@ def parse_ranks(ranks: str) -> tuple[int, int]:
     if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         raise ValueError(f"ranks={ranks!r} must be nodes x local ranks, for example 2x4")
     return int(numbers[0]), int(numbers[1])
+
+
+def topology_of(ranks: str, num_experts: int, *, replica_slots: int, resident_slots: int = 0) -> Topology:
+    """Return the expert-parallel group of the ranks in an option.
+
+    Args:
+        ranks: nodes x local ranks, for example ``2x4``.
+        num_experts: the number of logical experts of a layer.
+        replica_slots: the number of replica slots of a rank.
+        resident_slots: the number of resident slots of a rank.
+
+    Raises:
+        ValueError: if ``ranks`` does not have this form, or `Topology` rejects the numbers.
+
+    >>> topology_of("2x8", 64, replica_slots=1).num_ranks
+    16
+    """
+    nodes, local = parse_ranks(ranks)
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=num_experts,
+        replica_slots=replica_slots,
+        resident_slots=resident_slots,
+    )
 
 
 def wide_console() -> Console:

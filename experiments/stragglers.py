@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.contenders import ContenderBatch, contenders, expert_weights
-from experiments.program import TraceName, parse_ranks, run_program
+from experiments.program import TraceName, run_program, topology_of
 from experiments.rank_times import imbalance_over_stages, quotas_of_ranks, rank_seconds, slowest_seconds
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.contract.types import Topology
-from relibra_jax.evaluation import Ranks
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.traces.read import read_trace
 
@@ -102,8 +101,7 @@ def main(config: Stragglers) -> None:
     )
     for trace in (read_trace(config.trace), synthetic_trace()):
         for ranks in config.ranks:
-            nodes, local = parse_ranks(ranks)
-            topology = Ranks(nodes=nodes, ranks_per_node=local).topology(trace.num_experts)
+            topology = topology_of(ranks, trace.num_experts, replica_slots=2)
             by_name = contenders(
                 trace,
                 topology,

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
-from experiments.program import TraceName, parse_ranks, run_program
+from experiments.program import TraceName, run_program, topology_of
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.plan import contiguous_homes
 from relibra_jax.contract.types import RoutingReplay, Topology
@@ -136,27 +136,6 @@ def costs_of(config: BeyondBalance) -> Costs:
     return Costs(model=config.model, shards=config.shards)
 
 
-def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> Topology:
-    """Return the expert-parallel group of the given ranks, with one replica slot per rank.
-
-    Args:
-        ranks: nodes x local ranks, for example ``2x4``.
-        num_experts: the number of logical experts of a layer.
-        resident_slots: the number of resident slots of a rank.
-
-    Raises:
-        ValueError: if ``ranks`` does not have this form, or `Topology` rejects the numbers.
-    """
-    nodes, local = parse_ranks(ranks)
-    return Topology(
-        num_nodes=nodes,
-        ranks_per_node=local,
-        num_experts=num_experts,
-        replica_slots=1,
-        resident_slots=resident_slots,
-    )
-
-
 def make_cost_model(trace: Trace, whole: Draw, topology: Topology, config: BeyondBalance) -> CostModel:
     """Return the cost model of what layers run by default; a mean micro-batch of all samples is as large as a real one.
 
@@ -234,7 +213,7 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
         *((name, 0) for name in config.rivals),
         *(("relibra", b) for b in config.residents),
     ]:
-        topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
+        topology = topology_of(ranks, trace.num_experts, replica_slots=1, resident_slots=residents)
         cost_model = make_cost_model(trace, whole, topology, config)
         is_search = name == "relibra"
         assign_options = (False, True) if is_search else (False,)
@@ -262,7 +241,7 @@ def report_ranks(trace: Trace, draws: Sequence[Draw], ranks: str, config: Beyond
         ranks: nodes x local ranks.
         config: the settings.
     """
-    topology = make_topology(ranks, trace.num_experts)
+    topology = topology_of(ranks, trace.num_experts, replica_slots=1)
     uniform = {
         "copies_crossing": 1 - 1 / topology.num_nodes,
         "tokens_crossing": uniform_crossings(topology, trace.replay.expert_ids.shape[-1]),
@@ -293,7 +272,7 @@ def main(config: BeyondBalance) -> None:
     for name in config.rivals:
         look_up("rivals: ", name, PLANNERS)
     for ranks, residents in itertools.product(config.ranks, config.residents):
-        topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
+        topology = topology_of(ranks, trace.num_experts, replica_slots=1, resident_slots=residents)
         make_cost_model(trace, draws[0], topology, config)  # raises an error before anything runs
     # Most of the time is compilation, which uses one core per program; topologies share no programs.
     with ThreadPoolExecutor() as pool:
