@@ -35,7 +35,7 @@ def test_lay_out_sequences_gives_every_token_one_place(lengths, micro_batches):
     layout = lay_out_sequences(assignment, lengths)
     check_layout(layout, assignment, lengths)
     fullest = np.append(lengths, 0)[assignment.sample].sum(-1).max()
-    assert fullest <= layout.shape[1] <= fullest * (1 + 1 / STEPS)
+    assert fullest <= layout.sample.shape[-1] <= fullest * (1 + 1 / STEPS)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))

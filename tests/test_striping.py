@@ -158,7 +158,7 @@ def test_estimates_of_striped_times_are_exact_where_the_tokens_of_a_sample_are_a
 def test_aligned_sequences_begin_samples_at_multiples():
     assignment = Assignment(np.array([[[[0, 1, 2], [3, EMPTY, EMPTY]]]]))
     layout = lay_out_sequences(assignment, np.array([5, 3, 2, 11]), align=4)
-    assert layout.shape[1] % 4 == 0
+    assert layout.sample.shape[-1] % 4 == 0
     places = np.argwhere((layout.sample != EMPTY) & (layout.position == 0))
     assert len(places) == 4
     assert not (places[:, -1] % 4).any()

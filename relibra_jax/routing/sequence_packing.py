@@ -27,17 +27,6 @@ class SequenceLayout(NamedTuple):
     position: Int[np.ndarray, "M N G r T"]
     """The position of the token in its sample; 0 for padding."""
 
-    @property
-    def fill(self) -> float:
-        """The share of positions that hold tokens."""
-        return float((self.sample != EMPTY).mean())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(r, T)``, the part of the layout on which compiled steps depend."""
-        sequences, length = self.sample.shape[-2:]
-        return sequences, length
-
 
 def lay_out_sequences(
     assignment: Assignment,
@@ -61,8 +50,8 @@ def lay_out_sequences(
 
     >>> assignment = Assignment(np.array([[[[0, 1, 2], [3, -1, -1]]]]))
     >>> layout = lay_out_sequences(assignment, np.array([2, 3, 1, 6]))
-    >>> layout.sample[0, 0, :, 0].tolist(), layout.fill
-    ([[1, 1, 1, 0, 0, 2], [3, 3, 3, 3, 3, 3]], 1.0)
+    >>> layout.sample[0, 0, :, 0].tolist()
+    [[1, 1, 1, 0, 0, 2], [3, 3, 3, 3, 3, 3]]
     """
     lengths, of_ranks = np.asarray(lengths), np.asarray(assignment.sample)
     if of_ranks.max(initial=EMPTY) >= len(lengths):
