@@ -23,7 +23,6 @@ from experiments.rl.metrics import (
     FAILURES,
     METRICS,
     lists_of,
-    metrics_table,
     names_of,
     scalars_of,
 )
@@ -232,6 +231,15 @@ def test_resumed_run_notes_a_profile_step_in_the_past(ran, tmp_path):
     with shown.open("w") as file:
         run_train(Train(**SHORT, profile=1, resume=ran[0].parent), Console(file=file, width=200))
     assert "note: seed 0 resumes at step 2, after profile=1: no profile is written" in shown.read_text()
+
+
+def metrics_table():
+    """Return all metrics as the Markdown table of docs/guides/metrics.md."""
+    rows = ["| name | unit | meaning | lines |", "|---|---|---|---|"]
+    for name, metric in METRICS.items():
+        unit = f"{metric.unit}, a list" if metric.listed else metric.unit
+        rows.append(f"| `{name}` | {unit} | {metric.meaning} | {', '.join(metric.kinds)} |")
+    return "\n".join(rows)
 
 
 def test_metrics_page_has_the_metrics_table():

@@ -418,13 +418,3 @@ def lists_of(line: Mapping[str, Any]) -> dict[str, list[int | float | None]]:
         for name, metric in METRICS.items()
         if metric.listed and not metric.levels and line.get(name) is not None
     }
-
-
-def metrics_table() -> str:
-    """Format all metrics as a Markdown table, for docs/guides/metrics.md."""
-    head = ["| name | unit | meaning | lines |", "|---|---|---|---|"]
-    rows = []
-    for name, metric in METRICS.items():
-        unit = f"{metric.unit}, a list" if metric.listed else metric.unit
-        rows.append(f"| `{name}` | {unit} | {metric.meaning} | {', '.join(metric.kinds)} |")
-    return "\n".join([*head, *rows])
