@@ -1,7 +1,7 @@
 """The order in which a rank dispatches tokens: dealt to the ranks of its node, and split into pieces.
 
-`relibra_jax.routing.pieces` says which token is in which piece, and `relibra_jax.execution.stripes` deals tokens.
-Everything here runs on one rank, inside shard_map.
+`relibra_jax.routing.pieces` says which token is in which piece; `relibra_jax.routing.striping` says why tokens are
+dealt, and which rank dispatches which. Everything here runs on one rank, inside shard_map.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Shaped
 
+from relibra_jax.execution.mesh import LOCAL
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.stripes import stripe, unstripe
 from relibra_jax.routing.striping import pad_positions
 
 
@@ -28,7 +28,7 @@ def split_tokens(
     tokens = pad_positions(tokens, parallel.aligned_positions, axis=1, padding=padding)
     width = tokens.shape[-1]
     if parallel.is_striped:
-        tokens = stripe(tokens, parallel.topology.ranks_per_node)
+        tokens = _stripe(tokens, parallel.topology.ranks_per_node)
     by_piece = tokens.reshape(-1, parallel.pieces, width)
     return tuple(by_piece[:, piece] for piece in range(parallel.pieces))
 
@@ -48,5 +48,40 @@ def join_tokens(
     joined = jnp.stack(values, 1).reshape(-1, width) if len(values) > 1 else values[0]
     if parallel.is_striped:
         aligned = -(-positions // parallel.aligned_positions) * parallel.aligned_positions
-        joined = unstripe(joined, parallel.topology.ranks_per_node, sequences, aligned)
+        joined = _unstripe(joined, parallel.topology.ranks_per_node, sequences, aligned)
     return joined.reshape(sequences, -1, width)[:, :positions].reshape(-1, width)
+
+
+def _stripe(tokens: Shaped[jax.Array, "b T d"], local: int) -> Shaped[jax.Array, "dealt d"]:
+    """Deal the tokens of this rank's sequences to the ranks of its node.
+
+    Args:
+        tokens: the values of the tokens. The length of a sequence is a multiple of G.
+        local: G, the number of ranks of a node.
+
+    Returns:
+        The values of the tokens that this rank dispatches, as many as it holds.
+    """
+    sequences, positions, width = tokens.shape
+    parts = jnp.moveaxis(tokens.reshape(sequences, -1, local, width), 2, 0)
+    return jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True).reshape(sequences * positions, width)
+
+
+def _unstripe(
+    values: Shaped[jax.Array, "dealt d"], local: int, sequences: int, positions: int
+) -> Shaped[jax.Array, "t d"]:
+    """Bring values of dispatched tokens back to the ranks that hold them: the inverse of `_stripe`.
+
+    Args:
+        values: a value for each token that this rank dispatches.
+        local: G, the number of ranks of a node.
+        sequences: b, the number of sequences of this rank.
+        positions: T, the number of positions of a sequence, a multiple of G.
+
+    Returns:
+        The values of this rank's own tokens, ``[b * T, d]``.
+    """
+    width = values.shape[-1]
+    parts = values.reshape(local, sequences, -1, width)
+    own = jnp.moveaxis(jax.lax.all_to_all(parts, LOCAL, 0, 0, tiled=True), 0, 2)
+    return own.reshape(sequences * positions, width)
