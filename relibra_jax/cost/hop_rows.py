@@ -6,6 +6,7 @@ gathers read and write are counted too.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
@@ -60,16 +61,10 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
     copies = float(tokens * run.model.top_k)
     slots = room(copies, run)
     if run.path == "flat":
-        part = copies / ranks
         return (
-            _hop(
-                run,
-                run.exchange,
+            HopRows(
                 name="",
-                ranks=ranks,
-                part=part,
-                across=ranks - local,
-                inside=local - 1,
+                **_sent(run, run.exchange, copies / ranks, ranks, across=ranks - local),
                 arriving=copies,
                 delivered=slots,
                 elements=float(tokens),
@@ -78,29 +73,18 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
         )
     visits = tokens * visit_share(topology, run.model.top_k)
     arrived = room(nodes * visits, run)
-    kind = between_nodes(run.exchange)
     return (
-        _hop(
-            run,
-            kind,
+        HopRows(
             name="" if single else "between nodes",
-            ranks=nodes,
-            part=visits,
-            across=0 if single else nodes - 1,
-            inside=nodes - 1 if single else 0,
+            **_sent(run, between_nodes(run.exchange), visits, nodes, across=0 if single else nodes - 1),
             arriving=nodes * visits,
             delivered=arrived,
             elements=float(tokens),
             gates=run.model.top_k,
         ),
-        _hop(
-            run,
-            "ragged" if local == 1 else run.exchange,
+        HopRows(
             name="on the rank" if single else "inside nodes",
-            ranks=local,
-            part=copies / local,
-            across=0,
-            inside=local - 1,
+            **_sent(run, "ragged" if local == 1 else run.exchange, copies / local, local, across=0),
             arriving=copies,
             delivered=slots,
             elements=arrived,
@@ -109,36 +93,21 @@ def even_hops(run: CostModel, topology: Topology, tokens: int) -> tuple[HopRows,
     )
 
 
-def _hop(
-    run: CostModel,
-    kind: str,
-    *,
-    name: str,
-    ranks: int,
-    part: float,
-    across: int,
-    inside: int,
-    arriving: float,
-    delivered: float,
-    elements: float,
-    gates: int,
-) -> HopRows:
-    """Return the rows of a hop in which a rank has ``part`` rows for each rank, ``across`` of them on other nodes."""
+def _sent(run: CostModel, kind: str, part: float, ranks: int, *, across: int) -> dict[str, Any]:
+    """Return the fields of a hop that say what a rank sends, if it has ``part`` rows for each of ``ranks`` ranks.
+
+    ``across`` of them are on other nodes.
+    """
     ragged = kind == "ragged"
     lane = part if ragged else _lane(part, kind, run)
-    return HopRows(
-        name=name,
-        kind=kind,
-        ranks=ranks,
-        across=across * lane,
-        inside=inside * lane,
-        leaving=part * (ranks if ragged else ranks - 1),
-        buffer=room(part * ranks, run) if ragged else ranks * lane,
-        arriving=arriving,
-        delivered=delivered,
-        elements=elements,
-        gates=gates,
-    )
+    return {
+        "kind": kind,
+        "ranks": ranks,
+        "across": across * lane,
+        "inside": (ranks - 1 - across) * lane,
+        "leaving": part * (ranks if ragged else ranks - 1),
+        "buffer": room(part * ranks, run) if ragged else ranks * lane,
+    }
 
 
 def room(rows: float, run: CostModel) -> float:
