@@ -1,11 +1,11 @@
 """The numbers that compare a plan with the idealised balanced run: crossings, time, and the cost of residents."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from relibra_jax.contract.types import Topology
+from relibra_jax.cost.hop_rows import visit_share
 from relibra_jax.cost.memory import rank_memory
 from relibra_jax.evaluation import Outcome
 from relibra_jax.evaluation.prices import count_crossings
@@ -18,9 +18,7 @@ def uniform_crossings(topology: Topology, top_k: int) -> float:
     >>> f"{uniform_crossings(topology, 4):.2f}"
     '2.11'
     """
-    nodes, experts = topology.num_nodes, topology.num_experts
-    avoided = math.comb(experts - experts // nodes, top_k) / math.comb(experts, top_k)
-    return (nodes - 1) * (1 - avoided)
+    return (topology.num_nodes - 1) * visit_share(topology, top_k)
 
 
 def measure_plan(outcome: Outcome) -> dict[str, float]:

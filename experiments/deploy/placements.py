@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Integer
 
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.types import EMPTY, Array, Topology, check_shape
+from relibra_jax.cost.hop_rows import visit_share
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.support.limits import check_integer
@@ -65,8 +66,8 @@ def even_placement(num_groups: int, num_experts: int, *, top_k: int) -> ExpertPl
     """
     check_integer("top_k", top_k, least=1, most=num_experts)
     placement = contiguous_placement(np.ones((1, num_experts), np.int32), num_groups)
-    elsewhere = math.comb(num_experts - placement.slots, top_k) / math.comb(num_experts, top_k)
-    rows = np.full(1, num_groups * (1 - elsewhere) / top_k, np.float32)
+    visits = visit_share(_topology(num_groups, num_experts, 0), top_k, of_ranks=True)
+    rows = np.full(1, num_groups * visits / top_k, np.float32)
     return placement._replace(sent=rows, received=rows)
 
 
