@@ -24,16 +24,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.types import EMPTY, Array
+from relibra_jax.support.limits import INT32_MAX
 
 ROUNDS = 8
 """The most thresholds that are tried; fewer if the bound is reached. On 950 random and recorded domains with one slot
 per rank, the worst plan is 0.12% above the mixed-integer optimum. With 6 thresholds it is 0.6%, with 12 0.01%."""
-
-_MAX = np.int32(np.iinfo(np.int32).max)
 
 
 def replicate_domain(
@@ -79,7 +77,7 @@ def replicate_domain(
 
     def loosen(best: _Attempt, allowed: Int[jax.Array, ""]) -> _Attempt:
         """Fill ranks only up to ``allowed`` if that takes fewer replicas."""
-        looser, top = attempt(best._replace(top=jnp.int32(_MAX)), (allowed - start) // tile)
+        looser, top = attempt(best._replace(top=jnp.int32(INT32_MAX)), (allowed - start) // tile)
         better = (top <= allowed) & (looser.price < best.price)
         return jax.tree.map(functools.partial(jnp.where, better), looser, best)
 
@@ -206,15 +204,15 @@ def _fill(
         taker = rank == jnp.where(gap == widest, rank, ranks).min()
 
         excess = jnp.maximum(-missing, 0)
-        may_give = jnp.where((excess > 0) & (used_slots < slots), _MAX, excess)
+        may_give = jnp.where((excess > 0) & (used_slots < slots), INT32_MAX, excess)
         offer = jnp.minimum(whole - given, may_give[:, None])
         if exports is not None:
             gave = given > 0
             offer = jnp.where(gave | (gave.sum(1, keepdims=True) < exports), offer, 0)
         offer = offer.ravel()
         offer = jnp.where(offer >= least, offer, 0)
-        smallest = jnp.where(offer >= widest, offer, _MAX).min()
-        chosen_offer = jnp.where(smallest < _MAX, smallest, offer.max())
+        smallest = jnp.where(offer >= widest, offer, INT32_MAX).min()
+        chosen_offer = jnp.where(smallest < INT32_MAX, smallest, offer.max())
         giver = jnp.where(offer == chosen_offer, expert, whole.size).min()
 
         amount = jnp.minimum(chosen_offer, widest)

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.contract.plan import contiguous_homes, inverse_permutation
@@ -24,7 +23,7 @@ from relibra_jax.planning.baselines.kept_homes import sum_of_maxima
 from relibra_jax.planning.baselines.whole_moves import Spread, all_at_home, move_whole
 from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.support.limits import check_integer, check_not_negative
+from relibra_jax.support.limits import INT32_MAX, check_integer, check_not_negative
 
 OVERSHOOT: Final = 1.5
 """The largest load of an expert that may move in a micro-batch, as a multiple of its rank's excess over the mean; the
@@ -53,7 +52,6 @@ PUBLISHED: Final = ForemoeSettings(least_gain=0.0, rounds=1, tolerance=0.0, firs
 and takes if it is below (the text has a tolerance, but not its value), and the first rank with room takes."""
 
 type _Sharing = tuple[jax.Array, jax.Array, jax.Array]  # replicas, rank loads, ranks that have given
-_MAX = np.int32(np.iinfo(np.int32).max)
 
 
 class ForemoeState(NamedTuple):
@@ -153,7 +151,7 @@ def _exchange_homes(
         change = mean[expert] - slot_load
         helps = (slot_rank == target) & (change > 0) & (change < load[rank] - load[target])
         fuller = jnp.maximum(load[rank] - change, load[target] + change)
-        partner = jnp.argmin(jnp.where(helps, fuller, _MAX)).astype(jnp.int32)
+        partner = jnp.argmin(jnp.where(helps, fuller, INT32_MAX)).astype(jnp.int32)
         new_home = jnp.where(home == partner, slot, jnp.where(home == slot, partner, home))
         return jnp.where(helps.any(), new_home, home), None
 
@@ -198,7 +196,7 @@ def _base_replicas(
         used_slots = (replica != EMPTY).sum(1, dtype=jnp.int32)
         giver = jnp.argmax(jnp.where(has_given, -1, load))
         takes = (used_slots < replica_slots) & (load.astype(jnp.float32) < (1 - settings.tolerance) * ideal)
-        taker = jnp.argmax(takes) if settings.first_fit else jnp.argmin(jnp.where(takes, load, _MAX))
+        taker = jnp.argmax(takes) if settings.first_fit else jnp.argmin(jnp.where(takes, load, INT32_MAX))
         half = mean[giver, heaviest[giver]] // 2
         gives = (
             takes[taker] & (load[giver].astype(jnp.float32) > (1 + settings.tolerance) * ideal) & (half > 0)

@@ -26,9 +26,7 @@ from relibra_jax.contract.types import EMPTY, Array, Plan, Price, Topology
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.compiled_update import compiled_update
 from relibra_jax.planning.per_node import merge_copies
-from relibra_jax.support.limits import check_integer
-
-_MAX = np.int32(np.iinfo(np.int32).max)
+from relibra_jax.support.limits import INT32_MAX, check_integer
 
 
 @functools.cache
@@ -233,7 +231,7 @@ def _place(
         copies = holds[:, copied_expert].reshape(topology.num_nodes, -1).sum(1)
         fewest = free & jnp.repeat(copies == copies.min(), topology.ranks_per_node)
         candidates = jnp.where(fewest.any(), fewest, free)
-        takes = is_copy & candidates & (rank == jnp.argmin(jnp.where(candidates, rank_load, _MAX)))
+        takes = is_copy & candidates & (rank == jnp.argmin(jnp.where(candidates, rank_load, INT32_MAX)))
         replica = jnp.where(
             takes[:, None] & (jnp.arange(slots)[None] == used_slots[:, None]), copied_expert, replica
         )

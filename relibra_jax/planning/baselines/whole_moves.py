@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.contract.types import EMPTY
-
-_MAX = np.int32(np.iinfo(np.int32).max)
+from relibra_jax.support.limits import INT32_MAX
 
 
 class Spread(NamedTuple):
@@ -62,7 +60,7 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
         current, _ = carry
         load = current.rank_load()
         used_slots = (current.replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = jnp.where(used_slots < replica_slots, load, _MAX)
+        free = jnp.where(used_slots < replica_slots, load, INT32_MAX)
         fullest, emptiest = jnp.argmax(load).astype(jnp.int32), jnp.argmin(free).astype(jnp.int32)
         size = jnp.where((rank == fullest)[:, None] & movable, current.at_home, 0).ravel()
         has_copy = (current.replica[emptiest][None, :] == expert[:, None]).any(1)
