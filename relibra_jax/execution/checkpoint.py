@@ -36,6 +36,7 @@ from relibra_jax.execution.logical_order import (
 )
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.random_keys import is_key
 
 
 class Restored(NamedTuple):
@@ -190,10 +191,6 @@ def _host_copy(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"), may_alias=False)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
-
-
 def _saved_leaves(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
     """Convert the leaves without experts to the arrays that a checkpoint saves."""
     return {
@@ -205,7 +202,7 @@ def _saved_leaves(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
 def _saved_array(value: Any) -> jax.Array | np.ndarray:
     """Return the array that a checkpoint saves for a leaf without experts."""
     # Orbax copies global arrays to the host before its save returns. Other arrays are copied here.
-    if _is_key(value):
+    if is_key(value):
         value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding):
         return value
@@ -223,14 +220,14 @@ def _saved_form(leaf: ExpertLeaf, mesh: Mesh) -> jax.ShapeDtypeStruct | np.ndarr
     sharding = (
         array.sharding if isinstance(array.sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
     )
-    data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
+    data = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _live_form(value: Any, leaf: ExpertLeaf) -> Any:
     if leaf.layers is not None:
         return regroup(value, leaf, merge=False)
-    if _is_key(leaf.array):
+    if is_key(leaf.array):
         impl: list[Any] = []
         jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), leaf.array)
         return jax.random.wrap_key_data(value, impl=impl[0])

@@ -35,6 +35,7 @@ from relibra_jax.routing.sizes import (
     with_spare_room,
 )
 from relibra_jax.routing.visits import most_copies, most_visits, node_visits, possible_visits
+from relibra_jax.support.random_keys import is_key
 
 
 class BalancerState(NamedTuple):
@@ -102,7 +103,7 @@ def _check_way(numbers: Int[Array, "4"]) -> None:
 
 def saved_leaf(leaf: Any) -> np.ndarray:
     """Copy a leaf of a planner's state to the host; a random key becomes its key data."""
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def restored_leaf(value: Any, like: Any) -> jax.Array:
@@ -115,7 +116,7 @@ def restored_leaf(value: Any, like: Any) -> jax.Array:
         like: the current leaf, which tells random keys from arrays.
     """
     value = jnp.asarray(value)
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if is_key(like) else value
 
 
 def saved_way(way: Way | None) -> Int[np.ndarray, "4"]:
@@ -266,7 +267,3 @@ def _zero_sizes(*, counts_visits: bool) -> Capacities:
 def _shapes(tree: PyTree) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, *map(np.shape, leaves)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

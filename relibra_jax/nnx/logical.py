@@ -35,6 +35,7 @@ from relibra_jax.nnx.homes import expert_labels, get_homes
 from relibra_jax.nnx.variables import CorrectionBias
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.interrupts import signals_deferred
+from relibra_jax.support.random_keys import is_key
 
 _KEPT: Final = nnx.Any(nnx.Param, CorrectionBias)
 type Named = dict[str, Any]
@@ -159,7 +160,7 @@ def _to_slots(value: Array, leaf: ExpertLeaf) -> jax.Array:
     """Return a copy of a value in logical order as an array like the leaf's, with experts at the slots of their ids."""
     array, over_ranks = leaf.array, _is_over_ranks(leaf)
     sharding = logical_sharding(array.sharding, leaf) if over_ranks else array.sharding
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return jnp.copy(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         copy = jnp.copy(jax.device_put(value.astype(array.dtype), sharding))

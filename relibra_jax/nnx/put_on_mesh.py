@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from relibra_jax.execution.expert_labels import labelled_leaves, optimizer_layers
 from relibra_jax.nnx.homes import expert_labels
 from relibra_jax.nnx.variables import ExpertParam, is_variable
+from relibra_jax.support.random_keys import is_key
 
 
 def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) -> None:
@@ -75,7 +76,7 @@ def _put(array: Any, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     sharding = NamedSharding(mesh, spec)
     if jax.process_count() == 1:
         return jax.device_put(array, sharding)
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         data = _put(jax.random.key_data(array), mesh, PartitionSpec())
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     value = np.asarray(array)

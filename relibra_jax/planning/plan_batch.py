@@ -40,6 +40,7 @@ from relibra_jax.planning.starts import start_assignment
 from relibra_jax.routing.striping import with_striped_load
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.support.random_keys import is_key
 
 
 @checks_arguments
@@ -327,7 +328,7 @@ def _check_state(state: Any, planner: Planner, layers: int, topology: Topology) 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (own, state)]
     if structures[0] != structures[1] or not jax.tree.all(
         # Random keys of the old style have another shape.
-        jax.tree.map(lambda leaf, each: _is_key(each) or np.shape(leaf) == each.shape, state, own)
+        jax.tree.map(lambda leaf, each: is_key(each) or np.shape(leaf) == each.shape, state, own)
     ):
         expected, found = jax.tree.map(np.shape, own), jax.tree.map(np.shape, state)
         raise ValueError(f"state must be that of the planner for {layers} layers, {expected}, found {found}")
@@ -336,10 +337,6 @@ def _check_state(state: Any, planner: Planner, layers: int, topology: Topology) 
 @functools.lru_cache(maxsize=64)
 def _own_state(planner: Planner, layers: int, topology: Topology) -> Any:
     return jax.eval_shape(lambda key: planner.init(topology, layers, key=key), jax.random.key(0))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _check_start(start: Placement, layers: int, topology: Topology) -> None:
