@@ -331,12 +331,10 @@ def _copy_from_host(kept, slot):
 def _return_all(exchange, links, tables, cotangents):
     """Return the gradients of replicas over the links, whatever way their weights came."""
     d_buffers, d_replicas, d_x = cotangents
-    exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
-    exports = vary_over(exports, varying_axes(d_replicas))
     send_exports = _send_pieces if tables.updates is None else _send_whole
     with jax.named_scope("replica_fetch"):
-        _, send_back = jax.vjp(lambda exports: send_exports(exports, tables, exchange), exports)
-        d_buffers, _, d_x = _unpack(tables.exports, (d_buffers, *send_back(d_replicas), d_x))
+        d_exports = _return_to_exports(send_exports, d_replicas, tables, exchange)
+        d_buffers, _, d_x = _unpack(tables.exports, (d_buffers, d_exports, d_x))
     return d_buffers, d_x, None, None, None
 
 
@@ -347,6 +345,15 @@ fetch_both_ways.defvjp(
     ),
     _return_all,
 )
+
+
+def _return_to_exports(send_exports, d_replicas, tables, exchange):
+    """Return the gradients of replicas to the exports: the transpose of ``send_exports``, a fetch over the links."""
+    exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
+    exports = vary_over(exports, varying_axes(d_replicas))
+    _, send_back = jax.vjp(lambda exports: send_exports(exports, tables, exchange), exports)
+    (d_exports,) = send_back(d_replicas)
+    return d_exports
 
 
 def _send_whole(exports, tables, exchange):
@@ -382,10 +389,7 @@ def _pull(exports, tables, exchange):
 
 def _return_pulled(exchange, tables, d_replicas):
     """Return the gradients of pulled replicas to the exports, in pieces: the transpose of the padded fetch."""
-    exports = jnp.zeros((len(tables.exports), *d_replicas.shape[1:]), d_replicas.dtype)
-    exports = vary_over(exports, varying_axes(d_replicas))
-    _, send_back = jax.vjp(lambda exports: _send_pieces(exports, tables, exchange), exports)
-    return *send_back(d_replicas), None
+    return _return_to_exports(_send_pieces, d_replicas, tables, exchange), None
 
 
 _pull.defvjp(lambda exports, tables, exchange: (_pull(exports, tables, exchange), tables), _return_pulled)
