@@ -27,12 +27,13 @@ from experiments.claims.settings import PAPER_MODELS, SYNTHETIC
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.planner import Placement, Planner, PlanRequest
 from relibra_jax.contract.replay import sample_load
-from relibra_jax.contract.types import Array, Plan, Topology
+from relibra_jax.contract.types import Array, Topology
 from relibra_jax.cost.batch_time import balanced_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation import Batching, Costs, Ranks, ablation, make_setting, run_planner
+from relibra_jax.evaluation.variants import replicate_nothing
 from relibra_jax.planning.ablation.token_splits import (
     replicate_with_eplb_places,
     replicate_with_even_split,
@@ -44,7 +45,7 @@ from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import replicate_experts, without_replicas
+from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.traces.calibrated import SYNTHETIC as SIZES
 from relibra_jax.traces.calibrated import draw_trace
 from relibra_jax.traces.read import read_trace
@@ -82,10 +83,6 @@ def lpt_homes(
     return Placement.without_residents(home, topology)
 
 
-def _no_replicas(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
-    return without_replicas(request.by_expert, placement.home, topology)
-
-
 _lpt: Final = functools.partial(relibra, place=lpt_homes)
 JOINT: Final = "joint"
 REPLICATION: Final[Mapping[str, Planner]] = {
@@ -105,7 +102,7 @@ BALANCED_HOMES: Final[Mapping[str, Planner]] = {
     "annealed, joint": relibra(replicate=replicate_experts),
     "LPT, joint": REPLICATION[JOINT],
     "annealed, alone": ablation()["+ reorder"].planner,
-    "LPT, alone": relibra(place=functools.partial(lpt_homes, nodes=False), replicate=_no_replicas),
+    "LPT, alone": relibra(place=functools.partial(lpt_homes, nodes=False), replicate=replicate_nothing),
 }
 """Homes annealed for balance and by LPT, with joint replication and without replicas."""
 

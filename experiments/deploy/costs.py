@@ -60,7 +60,7 @@ def attention_time(sequences: Number, devices: Number, serving: Serving) -> Floa
     model = serving.model
     core = 2 * model.attention_width * serving.context  # FLOP of one token that attends to the whole context
     flops, read = _rates(serving.attention)
-    weights, cache = _attention_params(model), _cache_bytes(serving) / jnp.minimum(devices, model.cache_heads)
+    weights, cache = model.dense_params, _cache_bytes(serving) / jnp.minimum(devices, model.cache_heads)
     products = jnp.maximum(sequences * (2 * weights / flops), COMPUTE_BYTES * weights / read) / devices
     attention = sequences * jnp.maximum(core / flops / devices, cache / read)
     return products + attention + _partial_sums(sequences, devices, serving.attention, model)
@@ -138,7 +138,7 @@ def attention_memory(
     [21.41, 2.68]
     """
     model, parts = serving.model, np.asarray(devices, np.float64)
-    weights = COMPUTE_BYTES * _attention_params(model)
+    weights = COMPUTE_BYTES * model.dense_params
     cache = np.asarray(sequences, np.float64) * _cache_bytes(serving)
     return model.moe_layers * (weights / parts + cache / np.minimum(parts, model.cache_heads))
 
@@ -166,11 +166,6 @@ def expert_memory(
     """
     experts_per_device = np.asarray(slots, np.float64) / np.asarray(devices, np.float64)
     return serving.model.moe_layers * COMPUTE_BYTES * serving.model.expert_params * experts_per_device
-
-
-def _attention_params(model: Model) -> int:
-    """Return the parameters of one layer that attention devices hold: attention and shared experts."""
-    return model.attention_params + 3 * model.width * model.shared_width
 
 
 def _cache_bytes(serving: Serving) -> float:

@@ -36,7 +36,8 @@ def _place_alone(request: PlanRequest, previous_home: Array, topology: Topology,
     return place_experts(request, previous_home, dataclasses.replace(topology, replica_slots=0), key=key)
 
 
-def _without_replicas(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
+def replicate_nothing(request: PlanRequest, placement: Placement, topology: Topology) -> Plan:
+    """Compute every expert at home; a `relibra_jax.contract.planner.Replicate`."""
     return without_replicas(request.by_expert, placement.home, topology)
 
 
@@ -59,7 +60,7 @@ def ablation() -> dict[str, PlannerEntry]:
     return {
         "static": PLANNERS["static"],
         "static + assign": with_samples_assigned("static"),
-        "+ reorder": _variant("reordering alone", place=_place_alone, replicate=_without_replicas),
+        "+ reorder": _variant("reordering alone", place=_place_alone, replicate=replicate_nothing),
         "+ replicate": _variant("replication alone", place=keep_homes),
         "relibra": PLANNERS["relibra"],
         "relibra + assign": with_samples_assigned("relibra"),
