@@ -199,6 +199,11 @@ class ExpertParallel:
         return tuple(self.mesh.shape[axis] for axis in self.data_axes)
 
     @property
+    def num_groups(self) -> int:
+        """The number of expert-parallel groups, one for each index along the data axes."""
+        return math.prod(self.data_shape)
+
+    @property
     def ranks(self) -> tuple[int, int]:
         """N and G."""
         return self.topology.num_nodes, self.topology.ranks_per_node
@@ -206,7 +211,7 @@ class ExpertParallel:
     @property
     def num_ranks(self) -> int:
         """The number of ranks of all groups together, over which tokens are split."""
-        return math.prod(self.data_shape) * self.topology.num_ranks
+        return self.num_groups * self.topology.num_ranks
 
     @property
     def token_spec(self) -> PartitionSpec:

@@ -9,7 +9,6 @@ optimizer state. The caller then runs its own training loop. The pure functions 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -474,7 +473,7 @@ class Balancer:
 
     def _over_groups(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Return the stages with the micro-batches of all data-parallel groups."""
-        groups = math.prod(self.parallel.data_shape)
+        groups = self.parallel.num_groups
         return tuple(
             dataclasses.replace(stage, num_micro_batches=groups * stage.num_micro_batches) for stage in stages
         )

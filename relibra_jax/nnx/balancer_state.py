@@ -138,7 +138,7 @@ def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
     pieces, their number follows: ``4x64x2``.
     """
     micro_batches, *places = stage.assignment.sample.shape
-    groups = math.prod(parallel.data_shape)
+    groups = parallel.num_groups
     pieces = "" if parallel.pieces == 1 else f"x{parallel.pieces}"
     return f"{micro_batches // groups}x{math.prod(places) * groups}{pieces}"
 

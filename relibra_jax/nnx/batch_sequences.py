@@ -1,7 +1,6 @@
 """The sequences in which a batch's samples lie on the ranks, and their way there and back, on the host."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -178,7 +177,7 @@ def batch_sequences(
         num_tokens: T, the number of token positions of a sample, for packed sequences.
         memory_kind: the memory of arrays on the ranks (`relibra_jax.execution.memory`).
     """
-    merge = functools.partial(_merge_groups, groups=math.prod(parallel.data_shape))
+    merge = functools.partial(_merge_groups, groups=parallel.num_groups)
     samples, positions = (assignment.sample, None) if layout is None else layout
     return BatchSequences(
         samples=merge(samples),

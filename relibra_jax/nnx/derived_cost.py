@@ -6,7 +6,6 @@ in from the balancer's own settings, so that the price is of what runs.
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -151,7 +150,7 @@ def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, sequences: str) -
         "late_replicas": parallel.late_replicas,
         "host_slots": 0,  # no layer of a Balancer fetches from the host
         "sequences": sequences,
-        "data_parallel": math.prod(parallel.data_shape),
+        "data_parallel": parallel.num_groups,
         "spare_room": True,
     }
     # A single group and piece are the defaults, which a caller may not have chosen.
@@ -232,8 +231,8 @@ def stage_prices(
     if updates is not None and len(updates) != num_stages:
         raise ValueError(f"updates has {len(updates)} entries, but there are {num_stages} stages")
     if cost is None:
-        groups = math.prod(parallel.data_shape)
-        return (dataclasses.replace(BALANCE, sequences=sequences, data_parallel=groups),) * num_stages
+        balance = dataclasses.replace(BALANCE, sequences=sequences, data_parallel=parallel.num_groups)
+        return (balance,) * num_stages
     if updates is None:
         updates = (cost.updates,) if num_stages == 1 else (1,) * num_stages
     shared = cost.recompute and 0 not in updates

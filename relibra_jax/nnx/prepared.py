@@ -1,7 +1,6 @@
 """The prepared batch: the plan, tables and buffer sizes for the training steps of one batch."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -296,7 +295,7 @@ def by_group(plans: Any, parallel: ExpertParallel) -> Any:
         return plans
 
     def regroup(leaf: jax.Array) -> jax.Array:
-        leaf = jnp.asarray(leaf).reshape(math.prod(data_shape), -1, *leaf.shape[1:])
+        leaf = jnp.asarray(leaf).reshape(parallel.num_groups, -1, *leaf.shape[1:])
         leaf = jnp.moveaxis(leaf, 0, 2)
         return leaf.reshape(*leaf.shape[:2], *data_shape, *leaf.shape[3:])
 
