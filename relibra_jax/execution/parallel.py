@@ -166,23 +166,23 @@ class ExpertParallel:
                 f"late_replicas=True needs pieces=1 and fetch='padded', found pieces={self.pieces} and"
                 f" fetch={self.fetch!r}"
             )
-        nodes = self.topology.num_nodes
+        devices, nodes = self.mesh.devices.ravel().tolist(), self.topology.num_nodes
         if self.across_nodes and (self.fetch in PULLED or (self.fetch == "ragged" and nodes > 1)):
             raise ValueError(
                 f"fetch={self.fetch!r} works only inside a node: use another fetch or across_nodes=False"
             )
-        if self.exchange == "ragged" and self.path == "flat" and self.topology.num_nodes > 1:
+        if self.exchange == "ragged" and self.path == "flat" and nodes > 1:
             raise ValueError(_RAGGED_INSIDE)
         if self.path == "hierarchical" and nodes == 1 and self.exchange in ("ragged", "emulated"):
             raise ValueError(ragged_on_a_node(self.exchange))
-        if self.exchange == "fitted" and (reason := why_not_fitted(self.mesh.devices.ravel().tolist())):
+        if self.exchange == "fitted" and (reason := why_not_fitted(devices)):
             raise ValueError(f"exchange='fitted' cannot run: {reason}")
         if self.exchange == NCCL_EP:
             self._check_nccl_ep()
-        if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
+        if self.fetch == "remote" and (reason := why_not_remote(devices)):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
         if None in (self.implementation, self.attention_implementation):
-            agree_on_kernels(self.mesh.devices.ravel().tolist())
+            agree_on_kernels(devices)
         # Processes agree here on a ragged exchange, because they cannot while they trace a program.
         _ = self.exchanges
 
