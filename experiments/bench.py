@@ -200,18 +200,17 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
     return jnp.asarray(load), jnp.asarray(tokens)
 
 
-def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int = 16_384) -> Routes:
-    """Draw routes of some tokens, with experts drawn without replacement in proportion to the sample's loads.
+def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int) -> Routes:
+    """Draw routes of 16,384 tokens, with experts drawn without replacement in proportion to the sample's loads.
 
     Args:
         load: the token copies of each sample, ``[B L E]``.
         tokens: the length of each sample, in tokens.
         top_k: the number of experts of a token.
-        count: the number of tokens to draw.
     """
     rng = np.random.default_rng(1)
     length = np.asarray(tokens, float)
-    sample = np.sort(rng.choice(len(length), count, p=length / length.sum()))
+    sample = np.sort(rng.choice(len(length), 16_384, p=length / length.sum()))
     popular = np.log(np.asarray(load, np.float32) + 1e-3)
     ids = np.stack(
         [

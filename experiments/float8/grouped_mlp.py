@@ -12,7 +12,6 @@ SwiGLU.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ def grouped_mlp_float8(
     group_sizes: Array,
     row_scale: Array | None = None,
     *,
-    out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Apply to each group of rows the SwiGLU MLP of its weight slot, as `grouped_mlp` does, with float8 rounding.
@@ -45,12 +43,11 @@ def grouped_mlp_float8(
         group_sizes: the number of rows of each slot, in the order of the buffers, integer ``[all slots]``.
         row_scale: the factor of each row of the output, floating-point ``[r]``. It is not rounded to float8. None
             stands for 1.
-        out_dtype: the floating-point dtype of the result. None stands for the dtype of the rows.
         implementation: the name of the `pallas_kernels.grouped_dot_float8` implementation that multiplies the rounded
             numbers. None chooses one as there.
 
     Returns:
-        The outputs, ``[r, D]``, with zeros in the padding.
+        The outputs, ``[r, D]``, in the dtype of the rows, with zeros in the padding.
 
     Raises:
         ValueError: if shapes or dtypes do not match as for `grouped_mlp`, if the rows are float16, whose exponent range
@@ -61,10 +58,8 @@ def grouped_mlp_float8(
     [28.0, 28.0, 0.0]
     """
     rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
-    exact = functools.partial(grouped_mlp, out_dtype=out_dtype, implementation="reference")
-    result = jax.eval_shape(
-        exact, rows, weights, group_sizes, row_scale
-    )  # checks the operands, and computes nothing
+    exact = functools.partial(grouped_mlp, implementation="reference")
+    jax.eval_shape(exact, rows, weights, group_sizes, row_scale)  # checks the operands, and computes nothing
     if rows.dtype == jnp.float16:
         raise ValueError(
             "rows: the exponent range of float16 is too small for float8 scales; use bfloat16 rows"
@@ -72,13 +67,12 @@ def grouped_mlp_float8(
     if row_scale is None:
         row_scale = jnp.ones(len(rows), jnp.promote_types(rows.dtype, jnp.float32))
     if not rows.size:
-        return jnp.zeros(result.shape, result.dtype)
+        return rows
     buffers = tuple(jnp.asarray(buffer) for buffer in weights if len(buffer))
-    return _forward(result.dtype, implementation, rows, buffers, group_sizes, jnp.asarray(row_scale))
+    return _forward(implementation, rows, buffers, group_sizes, jnp.asarray(row_scale))
 
 
 def _forward(
-    out_dtype: Any,
     implementation: str | None,
     rows: jax.Array,
     buffers: tuple[jax.Array, ...],
@@ -87,7 +81,7 @@ def _forward(
 ) -> jax.Array:
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-    def product(x: Rounded, weights: Sequence[jax.Array], result: Any) -> jax.Array:
+    def product(x: Rounded, weights: Sequence[jax.Array]) -> jax.Array:
         """Return the rows times the transposed matrices ``[slots, J, n, k]``, side by side in whole blocks."""
         matrices = [round_to_float8(each, (SCALE_BLOCK, SCALE_BLOCK)) for each in weights]
         values, scales = (
@@ -95,14 +89,14 @@ def _forward(
             for part in (0, 1)
         )
         return grouped_dot_float8(
-            *x, values, scales, group_sizes, out_dtype=result, implementation=implementation
+            *x, values, scales, group_sizes, out_dtype=rows.dtype, implementation=implementation
         )
 
     width, hidden_width = buffers[0].shape[2:]
     x = round_to_float8(rows, (1, SCALE_BLOCK))
-    both = product(x, [jnp.swapaxes(buffer[:, :DOWN], 2, 3) for buffer in buffers], rows.dtype)
+    both = product(x, [jnp.swapaxes(buffer[:, :DOWN], 2, 3) for buffer in buffers])
     gate, up = (half[:, :hidden_width].astype(dtype) for half in jnp.split(both, 2, axis=1))
     hidden = round_to_float8(jax.nn.silu(gate) * up, (1, SCALE_BLOCK))
     # A factor of a row is a factor of the scales of its blocks.
     hidden = hidden._replace(scales=hidden.scales * row_scale.astype(dtype)[:, None])
-    return product(hidden, [buffer[:, DOWN:] for buffer in buffers], out_dtype)[:, :width]
+    return product(hidden, [buffer[:, DOWN:] for buffer in buffers])[:, :width]

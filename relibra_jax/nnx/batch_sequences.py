@@ -164,8 +164,8 @@ def batch_sequences(
     parallel: ExpertParallel,
     *,
     num_samples: int,
-    num_tokens: int = 0,
-    memory_kind: str = "device",
+    num_tokens: int,
+    memory_kind: str,
 ) -> BatchSequences:
     """Lay out the samples of a batch in the sequences of the ranks.
 

@@ -19,6 +19,8 @@ COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 LEAST_SECONDS: Final = 0.0
 """The compilation time from which a program is kept. JAX's default of 1 s leaves out most programs of a small model,
 which take as long together."""
+SLOW_SECONDS: Final = 2.0
+"""The compilation time from which a program is named. Tracing and lowering, which come before, do not count."""
 KEEP_NOTHING: Final = "--no-keep-programs"
 """The option of commands that turns `keep_programs` off."""
 
@@ -63,16 +65,12 @@ def keep_programs_unless(args: list[str]) -> list[str]:
 
 
 @functools.cache
-def announce_compilation(seconds: float = 2.0) -> None:
-    """Say on standard error what is being compiled, once a compilation has taken longer than ``seconds``.
+def announce_compilation() -> None:
+    """Say on standard error what is being compiled, once a compilation has taken longer than `SLOW_SECONDS`.
 
-    The first call with a number of seconds takes effect for the whole process. Of several processes the first one says
-    it.
-
-    Args:
-        seconds: the time after which a program is named. Tracing and lowering, which come before, do not count.
+    The first call takes effect for the whole process. Of several processes the first one says it.
     """
-    jax.monitoring.register_event_duration_secs_listener(compilation_listener(seconds))
+    jax.monitoring.register_event_duration_secs_listener(compilation_listener(SLOW_SECONDS))
 
 
 def compilation_listener(seconds: float) -> Callable[..., None]:

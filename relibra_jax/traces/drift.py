@@ -39,8 +39,6 @@ def measure_drift(
     load: Int[np.ndarray, "B L E"],
     step: Integer[np.ndarray, " B"],
     prompt: Integer[np.ndarray, " B"] | None = None,
-    *,
-    seed: int = 0,
 ) -> Drift:
     """Measure how experts' loads change from step to step, and how much they change by chance.
 
@@ -48,7 +46,6 @@ def measure_drift(
         load: the token copies that every sample sends to every expert.
         step: the step of each sample. There must be at least two different ones; they are compared in ascending order.
         prompt: the number of each sample's prompt within its step. None if every sample has a prompt of its own.
-        seed: the seed of the random halves.
 
     Returns:
         The changes between each step and the next.
@@ -58,7 +55,7 @@ def measure_drift(
     >>> drift.between.distance.tolist(), drift.by_chance.distance.tolist()
     ([[0.25]], [[0.0]])
     """
-    rng, steps = np.random.default_rng(seed), np.unique(step)
+    rng, steps = np.random.default_rng(0), np.unique(step)
     prompt = np.arange(len(step)) if prompt is None else prompt
     between, by_chance = [], []
     for _ in range(SPLITS):
