@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.reference_placement import PlacedBatch, batch_seconds, solve_batch
 
-from experiments.reference_placement import PlacedBatch, batch_seconds, solve_batch
 from relibra_jax.contract.check import check_plan
 from relibra_jax.contract.planner import PlacedRoutes, PlanRequest
 from relibra_jax.contract.types import LayerPlan, Price, Topology
