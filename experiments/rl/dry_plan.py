@@ -226,7 +226,7 @@ def _phases(planned: PlannedStages, config: Train) -> dict[str, ModelledTimes]:
         )
 
     updates = [model(number, updates=1) for number in stages["updates"]]
-    moves = ModelledTimes(*(_only_moves(time, moves=True) for time in updates[0]))
+    moves = ModelledTimes(*(_only(reorder=time.reorder) for time in updates[0]))
     phases = {"moves": moves, "updates": _repeated(updates, config.epochs)}
     passes = config.recomputes - config.recomputes_live
     if passes:
@@ -260,11 +260,6 @@ def _between_copies(planned: PlannedStages, config: Train) -> float:
     return planned.batch.sample_load.shape[1] * total
 
 
-def _only_moves(time: BatchTime, *, moves: bool) -> BatchTime:
-    """Return the time of the moves of experts alone, or the time without it."""
-    return _only(reorder=time.reorder) if moves else time._replace(reorder=jnp.zeros(()))
-
-
 def _only(**parts: Array) -> BatchTime:
     """Return a time of which all other parts are 0."""
     return BatchTime(*[jnp.zeros(())] * len(BatchTime._fields))._replace(**parts)
@@ -272,5 +267,5 @@ def _only(**parts: Array) -> BatchTime:
 
 def _repeated(stages: Sequence[ModelledTimes], times: int) -> ModelledTimes:
     """Add up the times of stages without the moves of experts, so many times."""
-    total = ModelledTimes(*(_only_moves(time, moves=False) for time in add_stages(stages)))
+    total = ModelledTimes(*(time._replace(reorder=jnp.zeros(())) for time in add_stages(stages)))
     return jax.tree.map(lambda seconds: times * seconds, total)
