@@ -269,7 +269,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "balance/crossings_per_token": Metric(
             "crossings",
-            "crossings at dispatch per token and layer: of tokens, or of token copies on the flat path",
+            "crossings at dispatch per token and layer: of tokens, or of token copies on the flat path; 0 on one node",
         ),
         "balance/replicas": Metric(
             "replicas", "mean number of replicas on all ranks, per layer and micro-batch"

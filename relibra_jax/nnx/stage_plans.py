@@ -120,7 +120,7 @@ def with_exact_loads(
         striped: whether layers are striped.
     """
     loads = []
-    held: Sequence[SequenceLayout | None] = layouts or [None] * len(plans)
+    held: Sequence[SequenceLayout | None] = layouts if layouts else [None] * len(plans)
     with on_host():
         for plan, layout in zip(plans, held, strict=True):
             if layout is None and not striped:
