@@ -78,7 +78,16 @@ def test_check_that_does_not_end_leaves_a_verdict_against_the_exchange(monkeypat
 
 
 def test_error_in_the_check_is_its_verdict(only_padded, mesh):
-    assert check_exchange(mesh, tokens=12, width=4).reason.startswith("JaxRuntimeError: ")
+    reason = check_exchange(mesh, tokens=12, width=4).reason
+    assert reason.startswith("ValueError: exchange='ragged' cannot run: XLA has none for CPUs")
+
+
+def test_ragged_fetch_on_cpus_is_an_error(mesh):
+    topology = dataclasses.replace(TOPOLOGY, replica_slots=1)
+    slots = jnp.zeros((1, 2, topology.slots), jnp.int32)
+    plan = LayerPlan(slots, jnp.arange(topology.num_experts), slots, None)
+    with pytest.raises(ValueError, match="fetch='ragged' cannot run: XLA has none for CPUs"):
+        prepare_fetch(plan, ExpertParallel(mesh=mesh, topology=topology, fetch="ragged"))
 
 
 def test_command_says_what_it_cannot_check(capsys):

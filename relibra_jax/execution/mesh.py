@@ -127,6 +127,13 @@ def why_not_nccl_ep(devices: Sequence[Any]) -> str | None:
     return None
 
 
+def why_not_ragged(devices: Sequence[Any]) -> str | None:
+    """Return the reason why a ragged exchange cannot run between the devices of a mesh, or None if there is none."""
+    if devices[0].platform != "cpu":
+        return None
+    return "XLA has none for CPUs, of which the mesh is; 'emulated' gives the same result, slowly, for tests"
+
+
 def why_not_fitted(devices: Sequence[Any]) -> str | None:
     """Return the reason why a fitted exchange is not safe between the devices of a mesh, or None if there is none.
 

@@ -28,6 +28,7 @@ from relibra_jax.execution.mesh import (
     check_mesh,
     why_not_fitted,
     why_not_nccl_ep,
+    why_not_ragged,
     why_not_remote,
 )
 from relibra_jax.routing.exchange_rules import (
@@ -427,7 +428,11 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
 
 
 def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
-    """Raise ValueError unless ``plan`` has the shapes of one layer of one micro-batch, for all groups."""
+    """Raise ValueError unless ``plan`` has the shapes of one layer of one micro-batch, and its exchanges can run."""
+    for name, kind in (("exchange", parallel.exchange), ("fetch", parallel.fetch)):
+        sends = kind == "ragged" and parallel.topology.ranks_per_node > 1
+        if sends and (reason := why_not_ragged(parallel.mesh.devices.ravel().tolist())):
+            raise ValueError(f"{name}='ragged' cannot run: {reason}")
     topology, lead = parallel.topology, parallel.data_shape
     slots = (*lead, *parallel.ranks, topology.slots)
     for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):
