@@ -7,11 +7,12 @@ import sys
 import typing
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
 from test_public_api import PUBLIC
 from wrong_arguments import public_functions
 
@@ -90,6 +91,11 @@ def test_public_function_refuses_an_object_by_the_name_of_its_argument(package, 
         (jnp.zeros(3, jnp.bfloat16), Float[np.ndarray, " a"], True),
         (jnp.zeros(3, jnp.uint4), Int[np.ndarray, " a"], True),
         (jnp.zeros(3, jnp.bfloat16), Int[np.ndarray, " a"], False),
+        (np.ones(3, bool), Bool[np.ndarray, " a"], True),
+        (np.ones(3, int), Bool[np.ndarray, " a"], False),
+        (jax.random.key(0), PRNGKeyArray, True),
+        (jax.random.PRNGKey(0), PRNGKeyArray, True),
+        (0, PRNGKeyArray, False),
         (3, Int[np.ndarray, ""], True),
         (3, Int[np.ndarray, "..."], False),
         (jnp.bfloat16, DTypeLike, True),

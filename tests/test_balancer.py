@@ -47,6 +47,7 @@ from relibra_jax.nnx import (
     accumulate_gradients,
     expert_mesh,
     get_homes,
+    logical_params,
     restore_training,
     save_training,
     set_homes,
@@ -521,13 +522,15 @@ def wrong_replays():
     outside = ids.copy()
     outside[mask.nonzero()[0][0], mask.nonzero()[1][0], 1, 0] = 8
     yield RoutingReplay(outside, mask), r"sample \d+, token \d+, layer 1: expert id 8 is outside 0..7"
+    yield RoutingReplay(ids[:, :0], mask[:, :0]), "has no token positions"
+    yield RoutingReplay(ids, None), "mask must be bool"
     yield (
         RoutingReplay(ids[:1], mask[:1]),
-        "num_micro_batches=2 must be an integer of at least 1 and at most 1",
+        r"stages\[0\]: 1 samples are fewer than its 2 micro-batches",
     )
 
 
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", range(5))
 def test_prepare_rejects_a_replay_of_another_model(case):
     run, (replay, message) = Run(), list(wrong_replays())[case]
     with pytest.raises(ValueError, match=message):
@@ -587,23 +590,38 @@ def test_prepare_rejects_a_malformed_plan_before_anything_moves(case):
         np.testing.assert_array_equal(actual, desired)
 
 
+def copy_of(model):
+    copy = nnx.clone(model)
+    nnx.update(copy, jax.tree.map(jnp.copy, nnx.state(copy)))
+    return copy
+
+
 @pytest.mark.parametrize(
     "topology",
     [TOPOLOGY, pytest.param(dataclasses.replace(TOPOLOGY, num_nodes=1), marks=pytest.mark.slow)],
     ids=["the same ranks", "others"],
 )
 def test_restore_training_continues_the_run(topology, tmp_path):
-    """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
+    """A restored run continues bit for bit on the same ranks, and within tolerance on others. Copies are restored."""
     first, second = Run(), Run(topology=topology)
+    other_copy = copy_of(second.model)
     losses = first.train(0, 2)
     second.train(0, 1)  # restoring overwrites these updates
+    copies = [copy_of(first.model), other_copy]
     with ocp.CheckpointManager(tmp_path) as manager:
-        assert save_training(manager, 2, first.model, first.optimizer, first.balancer, extra={"epoch": 3})
-        manager.wait_until_finished()
-        actual = restore_training(
-            manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0}
+        saved, restored = (
+            {"copies": [copy], "extra": {"epoch": epoch}} for copy, epoch in zip(copies, (3, 0), strict=True)
         )
+        nnx.update(copies[0], jax.tree.map(lambda leaf: leaf + 1, nnx.state(copies[0], nnx.Param)))
+        assert save_training(manager, 2, first.model, first.optimizer, first.balancer, **saved)
+        manager.wait_until_finished()
+        actual = restore_training(manager, second.model, second.optimizer, second.balancer, **restored)
     assert actual == (2, {"epoch": 3})
+    jax.tree.map(np.testing.assert_array_equal, *map(logical_params, copies))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        set_homes(copies[0], np.roll(get_homes(first.model), 1, 1))
+        with pytest.raises(ValueError, match=r"copies\[0\] has its experts at other homes"):
+            save_training(manager, 3, first.model, first.optimizer, first.balancer, **saved)
     assert losses == trained()[1][:2]
     same = topology == TOPOLOGY
     np.testing.assert_allclose(second.train(2, 4), trained()[1][2:4], rtol=0 if same else 2e-6)

@@ -200,7 +200,7 @@ def test_fetch_replicas_is_nan_for_exports_that_do_not_fit(fetch, buffer):
         (
             "x",
             lambda x: x[:7],
-            r"x: expected \[B, \.\.\.\] with B a multiple of 8 ranks \(2 x 4\), found shape \(7, 12",
+            r"x: expected \[B, \.\.\.\] with B a multiple of 8 ranks \(2 x 4\) and no empty axis, found shape \(7, 12",
         ),
         (
             "plan",
@@ -214,6 +214,14 @@ def test_moe_layer_rejects_arguments_that_do_not_belong_together(name, change, m
     arguments, parallel = single()
     with pytest.raises(ValueError, match=message):
         call(arguments | {name: change(arguments.get(name))}, parallel)
+
+
+def test_prepare_layer_rejects_tokens_that_are_none():
+    arguments, parallel = single()
+    ids = arguments["expert_ids"]
+    for none in (ids[:0], ids[:, :0]):
+        with pytest.raises(ValueError, match=rf"expert_ids: .* no empty axis, found shape \({len(none)}, "):
+            prepare_layer(none, arguments["plan"], parallel)
 
 
 @pytest.mark.parametrize(

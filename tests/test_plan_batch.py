@@ -306,6 +306,24 @@ def test_plan_batch_rejects_bad_loads_and_rounds(replay):
         plan_batch(batch, static(), (), TOPOLOGY, **options)
 
 
+def test_plan_batch_rejects_replays_that_it_would_count_wrong(replay):
+    ids, mask = map(np.array, replay)
+    sample, token = np.argwhere(mask)[5]
+    ids[sample, token, 1, 0] = 8
+    wrong = {
+        f"sample {sample}, token {token}, layer 1: expert id 8 is outside 0..7": RoutingReplay(ids, mask),
+        "mask must be bool": replay._replace(mask=mask.astype(int)),
+        "expert_ids must be integers": replay._replace(expert_ids=ids.astype(float)),
+        "the batch has no samples": RoutingReplay(ids[:0], mask[:0]),
+    }
+    for message, other in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            plan_batch(other, static(), (), TOPOLOGY, stages=MICRO_BATCHES)
+    batch = Batch(np.ones((4, 2, 8)), np.ones(4, int))
+    with pytest.raises(ValueError, match="sample_load must be integers, not float64"):
+        plan_batch(batch, static(), (), TOPOLOGY, stages=2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -196,9 +196,20 @@ def test_load_plan_refuses_files_that_break_a_rule(tmp_path, rule):
         save_plan(path, right, TOPOLOGY)
         chex.assert_trees_all_equal(load_plan(path)[0], right)
     change, message = REFUSED[rule]
-    save_plan(path, change(plan), TOPOLOGY)
+    with pytest.raises(ValueError, match=message):
+        save_plan(path, change(plan), TOPOLOGY)
+    chex.assert_trees_all_equal(load_plan(path)[0], right)
+    np.savez(path, **change(plan)._asdict(), **vars(TOPOLOGY))
     with pytest.raises(ValueError, match=rf"plan\.npz: .*{message}"):
         load_plan(path)
+
+
+def test_plan_files_that_cannot_be_opened_are_errors_of_the_system(plan, tmp_path):
+    for path in (tmp_path, tmp_path / "missing.npz"):
+        with pytest.raises(OSError, match=str(path)):
+            load_plan(path)
+    with pytest.raises(FileNotFoundError, match=f"no such folder: '{tmp_path}/missing'"):
+        save_plan(tmp_path / "missing" / "plan.npz", plan, TOPOLOGY)
 
 
 @pytest.mark.parametrize("keep", [0, 100, -30])

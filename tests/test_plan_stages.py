@@ -317,14 +317,15 @@ IN_ORDER = assign_in_order(32, TOPOLOGY, num_micro_batches=2)
         ),
         (
             {"stages": (Stage(2), Stage(4, range(16, 19)))},
-            r"stages\[1\]: num_micro_batches=4 must be an integer of at least 1 and at most 3",
+            r"stages\[1\]: 3 samples are fewer than its 4 micro-batches",
         ),
         ({"stages": ()}, "stages must have at least one entry"),
         (
             {"stages": (Stage(4), Stage(40))},
-            r"stages\[1\]: num_micro_batches=40 must be an integer of at least 1 and at most 32",
+            r"stages\[1\]: 32 samples are fewer than its 40 micro-batches",
         ),
-        ({"stages": 40}, "num_micro_batches=40 must be an integer of at least 1 and at most 32"),
+        ({"stages": 40}, r"stages\[0\]: 32 samples are fewer than its 40 micro-batches"),
+        ({"stages": 0}, r"stages\[0\]: num_micro_batches=0 must be an integer of at least 1"),
         ({"stages": STAGES, "cost": COSTS[:1]}, "cost has 1 entries; it must have one for each of 2 stages"),
         (
             {"stages": STAGES, "cost": (COSTS[0], dataclasses.replace(COSTS[1], hierarchical=False))},

@@ -19,7 +19,12 @@ def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
         path: the file to write or replace. It is written atomically.
         plan: a plan that `relibra_jax.contract.check.check_plan` accepts.
         topology: the expert-parallel group of the plan.
+
+    Raises:
+        ValueError: if `relibra_jax.contract.check.check_slots` rejects the plan; nothing is written then.
+        OSError: if the file cannot be written.
     """
+    check_slots(plan, topology, across_nodes=True)
     arrays: dict[str, Any] = {name: np.asarray(array) for name, array in plan._asdict().items()}
     arrays |= {name: np.int64(value) for name, value in vars(topology).items()}
     with write_atomically(path) as part, part.open("wb") as file:
@@ -41,13 +46,14 @@ def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
             the plan.
         OSError: if the file does not exist or cannot be opened.
     """
-    try:
-        with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
-            plan = Plan(**{name: file[name] for name in Plan._fields})
-            names = [name for name in Topology.__dataclass_fields__ if name in file]
-            topology = Topology(**{name: int(file[name]) for name in names})
-    except Exception as error:  # a damaged archive can raise errors of zipfile, zlib and the decoders
-        raise ValueError(f"{path}: not a plan, or truncated ({error!r})") from error
+    with open(path, "rb") as handle:
+        try:
+            with np.load(handle, allow_pickle=False) as file:
+                plan = Plan(**{name: file[name] for name in Plan._fields})
+                names = [name for name in Topology.__dataclass_fields__ if name in file]
+                topology = Topology(**{name: int(file[name]) for name in names})
+        except Exception as error:  # a damaged archive can raise errors of zipfile, zlib and the decoders
+            raise ValueError(f"{path}: not a plan, or truncated ({error!r})") from error
     try:
         check_slots(plan, topology, across_nodes=True)
     except ValueError as error:

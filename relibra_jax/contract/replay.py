@@ -84,7 +84,7 @@ def load_by_part(
         part = np.zeros(replay.mask.shape[1], np.int32) if part is None else part
         traced = RoutingReplay(*map(jnp.asarray, replay))
         return _traced_load(traced, part, parts=parts, num_experts=num_experts)
-    ids, mask = map(np.asarray, replay)
+    ids, mask = check_arrays(replay)
     load = np.empty((len(ids), ids.shape[2], parts * num_experts), np.int32)
     for sample, real in enumerate(mask):
         of_tokens = None if part is None else part[real]
@@ -237,13 +237,7 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
     Traceback (most recent call last):
     ValueError: sample 0, token 0, layer 0: expert 3 appears twice in [3, 3]
     """
-    ids, mask = np.asarray(replay.expert_ids), np.asarray(replay.mask)
-    if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"expert_ids must be integers [B, T, L, K], not {ids.dtype}{list(ids.shape)}")
-    if mask.dtype != np.bool_ or mask.shape != ids.shape[:2]:
-        raise ValueError(
-            f"mask must be bool{list(ids.shape[:2])} like expert_ids, not {mask.dtype}{list(mask.shape)}"
-        )
+    ids, mask = check_arrays(replay)
     if min(ids.shape[2:]) < 1 or ids.shape[3] > num_experts:
         raise ValueError(
             f"expert_ids has {ids.shape[2]} layers of top-{ids.shape[3]}, but needs at least 1 layer and a"
@@ -262,6 +256,44 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
     if unused := find_unused_layer(used, tokens, num_experts=num_experts):
         layer, problem = unused
         sample, token = locate(mask, 0)
+        raise ValueError(f"sample {sample}, token {token}, layer {layer}: {problem}")
+
+
+def check_arrays(replay: RoutingReplay) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays of a replay on the host; raise ValueError unless their dtypes and axes are those of one.
+
+    >>> check_arrays(RoutingReplay(np.zeros((2, 3, 1, 1), np.uint8), np.ones((2, 3), int)))
+    Traceback (most recent call last):
+    ValueError: mask must be bool[2, 3] like expert_ids, not int64[2, 3]
+    """
+    ids, mask = np.asarray(replay.expert_ids), np.asarray(replay.mask)
+    if ids.ndim != 4 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"expert_ids must be integers [B, T, L, K], not {ids.dtype}{list(ids.shape)}")
+    if mask.dtype != np.bool_ or mask.shape != ids.shape[:2]:
+        raise ValueError(
+            f"mask must be bool{list(ids.shape[:2])} like expert_ids, not {mask.dtype}{list(mask.shape)}"
+        )
+    return ids, mask
+
+
+def check_counted(
+    replay: RoutingReplay, load: Integer[Array, "B L E"], lengths: Integer[Array, " B"]
+) -> None:
+    """Raise ValueError if a route of a replay has an expert that was not counted, because it does not exist.
+
+    Args:
+        replay: the replay.
+        load: its token copies, from `sample_load`.
+        lengths: the number of real tokens of each sample.
+    """
+    ids, mask = check_arrays(replay)
+    copies, num_experts = np.asarray(load).sum(-1, dtype=np.int64), load.shape[-1]
+    short = copies != np.asarray(lengths, np.int64)[:, None] * ids.shape[3]
+    for sample in np.flatnonzero(short.any(1))[:1].tolist():
+        rows = ids[sample][mask[sample]]
+        row, layer, k = np.argwhere((rows < 0) | (rows >= num_experts))[0].tolist()
+        token = np.flatnonzero(mask[sample])[row]
+        problem = outside(int(rows[row, layer, k]), num_experts)
         raise ValueError(f"sample {sample}, token {token}, layer {layer}: {problem}")
 
 

@@ -412,18 +412,19 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
         parallel: the execution settings.
 
     Raises:
-        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.num_sequences``.
+        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.num_sequences``, or an
+            axis is empty.
     """
     if parallel.num_sequences is not None and (array.ndim < 1 or array.shape[0] % parallel.num_sequences):
         raise ValueError(
             f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.num_sequences}"
             " sequences per micro-batch: pass one whole micro-batch of PreparedBatch.to_ranks"
         )
-    if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
+    if array.ndim < 2 or array.shape[0] % parallel.num_ranks or not all(array.shape):
         ranks = " x ".join(map(str, (*parallel.data_shape, *parallel.ranks)))
         raise ValueError(
-            f"{name}: expected [B, ...] with B a multiple of {parallel.num_ranks} ranks ({ranks}), found shape"
-            f" {tuple(array.shape)}"
+            f"{name}: expected [B, ...] with B a multiple of {parallel.num_ranks} ranks ({ranks}) and no empty axis,"
+            f" found shape {tuple(array.shape)}"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from relibra_jax.contract.replay import check_replay
+from relibra_jax.contract.replay import check_arrays, check_replay
 from relibra_jax.contract.types import EMPTY, Array, RoutingReplay, check_shape
 from relibra_jax.execution.memory import in_host_memory, take, to_device
 from relibra_jax.execution.parallel import ExpertParallel
@@ -114,6 +114,8 @@ def check_experts_in_place(marks: Float[np.ndarray, "L E m"], marks_now: Float[n
 def check_replay_layers(replay: RoutingReplay, *, num_experts: int, num_layers: int) -> None:
     """Raise ValueError unless a replay is valid and has the given numbers of experts and layers."""
     check_replay(replay, num_experts=num_experts)
+    if not replay.mask.shape[1]:
+        raise ValueError(f"expert_ids{list(replay.expert_ids.shape)} [B, T, L, K] has no token positions")
     if replay.expert_ids.shape[2] != num_layers:
         raise ValueError(
             f"the replay has {replay.expert_ids.shape[2]} MoE layers, but the Balancer has num_layers={num_layers}:"
@@ -184,8 +186,15 @@ def check_batch_routes(
         num_experts, num_layers: the sizes of the model.
         aligned_left: whether the real tokens of every sample have to come first.
     """
-    num_samples, alone = routes.num_samples(), routes.own is not None
-    with fail_together("checking the routes of a batch") if alone else contextlib.nullcontext():
+    alone = routes.own is not None
+
+    def together() -> contextlib.AbstractContextManager:
+        return fail_together("checking the routes of a batch") if alone else contextlib.nullcontext()
+
+    with together():
+        check_arrays(routes.replay)
+    num_samples = routes.num_samples()
+    with together():
         if routes.own is not None:
             check_own(routes.own, routes.replay, num_samples)
         if counts is None:

@@ -105,6 +105,17 @@ def _homes_state(model: nnx.Module, home: Int[np.ndarray, "L E"]) -> Any:
     return jax.tree.map(place, nnx.state(model, Homes))
 
 
+def check_copies(model: nnx.Module, copies: Sequence[nnx.Module]) -> None:
+    """Raise ValueError unless the experts of all copies are at the homes of the model."""
+    homes = get_homes(model)
+    for number, other in enumerate(copies):
+        if not np.array_equal(get_homes(other), homes):
+            raise ValueError(
+                f"copies[{number}] has its experts at other homes than the model: bring its parameters there with"
+                " logical_params and from_logical"
+            )
+
+
 @checks_arguments
 def reorder_experts(
     model: nnx.Module,
@@ -136,12 +147,7 @@ def reorder_experts(
             that experts are lost: the model then has no homes, and no batch can be prepared for it.
     """
     modules, homes = (model, *copies), get_homes(model)
-    for number, other in enumerate(copies):
-        if not np.array_equal(get_homes(other), homes):
-            raise ValueError(
-                f"copies[{number}] has its experts at other homes than the model: bring its parameters there with"
-                " logical_params and from_logical"
-            )
+    check_copies(model, copies)
     states = [nnx.state(module, ExpertParam) for module in modules]
     tree: dict[str, Any] = {"experts": states}
     layers: dict[str, Any] = {"experts": [expert_labels(state) for state in states]}

@@ -250,8 +250,8 @@ def prepare_replayed(
         The prepared layers, stacked ``[M, L, *data]``.
 
     Raises:
-        RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
-            buffers.
+        RuntimeError: if the devices find a layer invalid: the plan was made from the counts of another replay. With the
+            replay's own counts this should not happen.
     """
     on_ranks = sequences.to_ranks(tuple(routes.replay), routes.own)
     layers, valid = _prepare(*on_ranks, batch_plan, parallel, sequences.sharding.memory_kind)
@@ -260,7 +260,8 @@ def prepare_replayed(
         micro_batch, layer = invalid[0]
         raise RuntimeError(
             f"micro-batch {micro_batch}, layer {layer}: the checked plan is invalid on the devices ({len(invalid)}"
-            f" invalid layers in all), with {parallel.capacities}"
+            " invalid layers in all): were its counts those of this replay? Buffers are"
+            f" {parallel.capacities}"
         )
     return layers
 

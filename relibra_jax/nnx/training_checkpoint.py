@@ -13,7 +13,7 @@ from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
 from relibra_jax.nnx.balancer_state import BalancerState, sizes_from_names
 from relibra_jax.nnx.checks import check_finite
-from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
+from relibra_jax.nnx.homes import check_copies, expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
 from relibra_jax.support.argument_types import checks_arguments
@@ -53,11 +53,12 @@ def save_training(
         True if the manager saved a checkpoint; False if its policy skips this step.
 
     Raises:
-        ValueError: if a parameter is not finite, or under the conditions of
-            `relibra_jax.execution.checkpoint.save_checkpoint`.
+        ValueError: if a parameter is not finite, a copy has its experts at other homes than the model, or under the
+            conditions of `relibra_jax.execution.checkpoint.save_checkpoint`.
     """
     check_finite(model)
-    put_on_mesh(model, optimizer, balancer.parallel.mesh)
+    check_copies(model, copies)
+    _put_on_mesh(model, optimizer, balancer, copies)
     return save_checkpoint(
         manager,
         step,
@@ -102,7 +103,7 @@ def restore_training(
             (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer, balancer and copies keep
             their values.
     """
-    put_on_mesh(model, optimizer, balancer.parallel.mesh)
+    _put_on_mesh(model, optimizer, balancer, copies)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
     tree = _tree(model, optimizer, balancer, copies, extra)
@@ -146,6 +147,15 @@ def _with_history_over(state: BalancerState, nodes: int) -> BalancerState:
 
 def _saved_state(model: nnx.Module) -> Any:
     return nnx.state(model, nnx.Not(Homes))
+
+
+def _put_on_mesh(
+    model: nnx.Module, optimizer: nnx.Optimizer, balancer: Balancer, copies: Sequence[nnx.Module]
+) -> None:
+    """Put what is on one device on the mesh of the balancer, as `Balancer.prepare` does."""
+    put_on_mesh(model, optimizer, balancer.parallel.mesh)
+    for other in copies:
+        put_on_mesh(other, None, balancer.parallel.mesh)
 
 
 def _tree(

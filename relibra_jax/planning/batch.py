@@ -172,7 +172,9 @@ def widen_counts(batch: Batch, topology: Topology) -> Batch:
     return batch._replace(sample_load=load, lengths=lengths)
 
 
-def _to_int32(name: str, counts: Integer[Array, "*counts"]) -> Int[jax.Array, "*counts"]:
+def _to_int32(name: str, counts: Num[Array, "*counts"]) -> Int[jax.Array, "*counts"]:
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(f"{name} must be integers, not {counts.dtype}{list(counts.shape)}")
     if counts.size and not isinstance(counts, jax.core.Tracer) and np.iinfo(counts.dtype).max > INT32_MAX:
         place = np.unravel_index(np.argmax(counts), counts.shape)
         if counts[place] > INT32_MAX:

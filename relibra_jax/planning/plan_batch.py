@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray
 
 from relibra_jax.contract.check import check_homes
 from relibra_jax.contract.planner import Placement, Planner
+from relibra_jax.contract.replay import check_arrays, check_counted
 from relibra_jax.contract.types import (
     BALANCE,
     EMPTY,
@@ -161,7 +162,8 @@ def plan_batch(
             planner without ``uses_predictions``, if an assignment or ``start`` does not fit the topology, if an
             assignment does not have every sample once, if ``state`` is not the planner's, if ``cost`` does not have one
             entry per stage, has stages that differ in path, striping or the nodes of replicas, or has a negative price,
-            if ``rounds`` is negative, if int32 cannot hold a count, if routes do not belong to the counts
+            if ``rounds`` is negative, if int32 cannot hold a count, if the replay has an expert that the topology has
+            not, or a mask that is not of booleans, if routes do not belong to the counts
             (`relibra_jax.planning.batch.check_routes`), or if the planner or ``assign`` rejects its input.
 
     >>> import numpy as np
@@ -176,6 +178,9 @@ def plan_batch(
     >>> recompute.load.shape, update.load.shape, bool((recompute.plan.home == update.plan.home).all())
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
+    is_known = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch))
+    if isinstance(batch, RoutingReplay) and is_known:
+        batch = RoutingReplay(*check_arrays(batch))
     single = not isinstance(stages, Sequence)
     parts = stages if isinstance(stages, Sequence) else [Stage(stages)]
     num_samples = len(batch.mask if isinstance(batch, RoutingReplay) else batch.lengths)
@@ -184,6 +189,8 @@ def plan_batch(
     replay = batch if isinstance(batch, RoutingReplay) else None
     if isinstance(batch, RoutingReplay):
         batch = count_for_planner(batch, planner, topology, prices)
+    if replay is not None and is_known:
+        check_counted(replay, batch.sample_load, batch.lengths)
     batch = widen_counts(batch, topology)
     if batch.predicted_load is not None and not planner.uses_predictions:
         raise ValueError(
@@ -243,14 +250,20 @@ def stage_samples(num_samples: int, stages: Sequence[Stage]) -> tuple[range, ...
     """
     if not stages:
         raise ValueError("stages must have at least one entry")
+    if not num_samples:
+        raise ValueError("the batch has no samples")
     ranges = [range(num_samples) if stage.samples is None else stage.samples for stage in stages]
     for number, (samples, stage) in enumerate(zip(ranges, stages, strict=True)):
         if samples.step != 1 or not 0 <= samples.start < samples.stop <= num_samples:
             raise ValueError(
                 f"stages[{number}]: samples={samples} must be a range of consecutive samples among {num_samples}"
             )
-        name = "num_micro_batches" if len(stages) == 1 else f"stages[{number}]: num_micro_batches"
-        check_integer(name, stage.num_micro_batches, least=1, most=len(samples))
+        check_integer(f"stages[{number}]: num_micro_batches", stage.num_micro_batches, least=1)
+        if stage.num_micro_batches > len(samples):
+            raise ValueError(
+                f"stages[{number}]: {len(samples)} samples are fewer than its {stage.num_micro_batches} micro-batches,"
+                " those of all data-parallel groups together"
+            )
     return tuple(ranges)
 
 

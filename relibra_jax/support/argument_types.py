@@ -1,7 +1,7 @@
 """Types of arguments, checked where callers enter: a wrong one is a TypeError that names the argument.
 
 The checks follow the annotations. An array is everything that has a shape with the annotated number of dimensions and a
-dtype of numbers, which are integers if the annotation says so. Ranges and shapes are left to the functions.
+dtype of numbers, which are integers or booleans if the annotation says so. Ranges and shapes are left to the functions.
 """
 
 import collections.abc
@@ -18,8 +18,12 @@ from jaxtyping import AbstractArray, PyTree
 
 ANY: Final = "biufcV"
 """The kinds of NumPy dtypes of numbers. JAX's small floats are of kind V."""
-EXACT: Final = ("int", "uint", "bool")
-"""The beginnings of the names of dtypes of integers and booleans."""
+KINDS: Final = {("bool",): "b", ("int", "uint", "bool"): "biu"}
+"""The kinds of dtypes that fit an annotated array, by the beginnings of the names of all of its dtypes."""
+CONTENTS: Final = {"b": " of booleans", "biu": " of integers", ANY: ""}
+"""What is in an array of these kinds."""
+KEY: Final = "prng_key"
+"""The dtype of an annotated random key, which is no dtype of NumPy."""
 NUMBERS: Final = {bool: "b", int: "iu", float: ANY, complex: ANY}
 """The kinds of dtypes that fit an annotated number."""
 
@@ -129,22 +133,27 @@ def _is_array(value: Any, hint: Any) -> bool:
         value = np.asarray(value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    if isinstance(value.dtype, np.dtype) and not _has_numbers(value.dtype, exact=_is_exact(hint)):
+    if isinstance(value.dtype, np.dtype) and not _has_kind(value.dtype, _kinds(hint)):
         return False
     if hint.index_variadic is None:
         return len(value.shape) == len(hint.dims)
     return len(value.shape) >= len(hint.dims) - 1 and (value.shape != () or hint.dim_str != "...")
 
 
-def _is_exact(hint: Any) -> bool:
-    """Return whether an annotated array has integers or booleans."""
-    return all(str(dtype).startswith(EXACT) for dtype in hint.dtypes)
+def _kinds(hint: Any) -> str:
+    """Return the kinds of dtypes that fit an annotated array; none of NumPy's fits a random key."""
+    if KEY in hint.dtypes:
+        return ""
+    fitting = (
+        kinds for names, kinds in KINDS.items() if all(str(each).startswith(names) for each in hint.dtypes)
+    )
+    return next(fitting, ANY)
 
 
-def _has_numbers(dtype: np.dtype, *, exact: bool) -> bool:
+def _has_kind(dtype: np.dtype, kinds: str) -> bool:
     if dtype.kind == "V":
-        return not exact or dtype.name.startswith(EXACT)
-    return dtype.kind in ("biu" if exact else ANY)
+        return kinds == ANY or ("i" in kinds and dtype.name.startswith(("int", "uint")))
+    return dtype.kind in kinds
 
 
 def _words(hint: Any) -> str:
@@ -167,7 +176,7 @@ def _words(hint: Any) -> str:
         return " or ".join(map(repr, args))
     name = (origin or hint).__name__
     if issubclass(origin or hint, AbstractArray):
-        return f"an array [{hint.dim_str}]{' of integers' * _is_exact(hint)}"
+        return "a random key" if KEY in hint.dtypes else f"an array [{hint.dim_str}]{CONTENTS[_kinds(hint)]}"
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 

@@ -45,6 +45,8 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
                 shutil.copyfileobj(written, special)
         return
     path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     part = Path(name)
