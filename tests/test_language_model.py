@@ -354,7 +354,8 @@ def test_inconsistent_shapes_are_rejected_before_compilation(without_type_checks
     slots, experts = np.zeros((2, 2, 4, TOPOLOGY.slots), np.int32), np.zeros((2, 2, 4, 16), np.int32)
     plans = LayerPlan(slots, np.zeros((2, 16), np.int32), slots, experts)
     with pytest.raises(
-        ValueError, match=r"expected \[B, ...\] with B a multiple of 8 ranks \(2 x 4\), found .*6, 7"
+        ValueError,
+        match=r"expected \[B, ...\] with B a multiple of 8 ranks \(2 x 4\) and no empty axis, found .*6, 7",
     ):
         call(TOKENS[:6], MASK[:6])
     with pytest.raises(ValueError, match=r"mask: expected shape \(16, 7\), found \(16, 6\)"):
