@@ -22,6 +22,8 @@ from experiments import (
     count_buffers,
     stragglers,
 )
+from experiments.deploy.__main__ import Deploy
+from experiments.deploy.__main__ import main as deploy
 from experiments.program import run_program
 from experiments.rl.config_file import config_names
 from experiments.rl.configs import Train
@@ -327,10 +329,27 @@ def test_inspect_and_plan_refuse_files_that_are_not_traces(refused, trace, tmp_p
     assert refused(main, ["inspect", path], out="").startswith(f"{path}: not a whole .npz file (")
 
 
-def test_plan_refuses_output_that_cannot_be_written(refused, trace, tmp_path):
+def run_deploy(args):
+    return run_program(deploy, Deploy, args)
+
+
+@pytest.mark.parametrize("folder", ["file", "file/out"])
+@pytest.mark.parametrize("command", ["compare", "advise", "deploy"])
+def test_programs_refuse_a_file_in_place_of_a_folder_before_they_read_a_trace(
+    refused, tmp_path, command, folder
+):
     (tmp_path / "file").write_text("kept")
-    error = refused(main, ["plan", trace, *SMALL, "--planner=static"], out=tmp_path / "file" / "plan.npz")
-    assert str(tmp_path / "file") in error
+    program, args = (run_deploy, []) if command == "deploy" else (main, [command])
+    error = refused(program, [*args, tmp_path / "none.npz"], out=tmp_path / folder)
+    assert error == f"out={tmp_path / folder}: {tmp_path / 'file'} is not a folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_plan_refuses_output_that_cannot_be_written_before_it_reads_a_trace(refused, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    args, inside = ["plan", tmp_path / "none.npz"], tmp_path / "file" / "plan.npz"
+    assert refused(main, args, out=inside) == f"out={inside}: {tmp_path / 'file'} is not a folder"
+    assert refused(main, args, out=tmp_path).startswith(f"out={tmp_path} is a folder; name a file in it")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -17,6 +17,7 @@ from experiments.deploy.figure import draw_deployment
 from experiments.deploy.report import deployment_numbers, deployment_table, explain
 from experiments.deploy.serving import MEMORY_SHARE, Grid, Serving
 from experiments.program import TraceName, run_program
+from relibra_jax.cli.pages import check_folder
 from relibra_jax.cli.terminal import progress_bar
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.cost.hardware import CLUSTERS
@@ -96,9 +97,10 @@ def main(options: Deploy) -> None:
         options: the trace, the model, the hardware, the limits, and the folder to write to.
 
     Raises:
-        ValueError: if the trace and the settings do not fit each other, or no deployment is feasible. Nothing is
-            written then.
+        ValueError: if the trace and the settings do not fit each other, no deployment is feasible, or the
+            folder is a file. Nothing is written then.
     """
+    check_folder(options.out, option="out")
     serving, trace, console = options.serving(), read_trace(options.trace), Console()
     sizes = {"num_experts": trace.num_experts, "top_k": trace.replay.expert_ids.shape[-1]}
     serving = dataclasses.replace(serving, model=dataclasses.replace(serving.model, **sizes))

@@ -19,6 +19,7 @@ from relibra_jax.cli.advice_figure import draw_advice
 from relibra_jax.cli.group_table import COLUMNS as GROUP_COLUMNS
 from relibra_jax.cli.group_table import fastest_groups, group_numbers, group_table
 from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.pages import check_folder
 from relibra_jax.cli.predictor_table import (
     COLUMNS,
     Networks,
@@ -92,8 +93,9 @@ def run_advise(options: Advise, console: Console) -> None:
 
     Raises:
         ValueError: if the trace and the settings do not fit each other, an accuracy or cost of a predictor is out of
-            its range, or no strategy fits the memory. Nothing is written then.
+            its range, no strategy fits the memory, or the folder is a file. Nothing is written then.
     """
+    check_folder(options.out, option="out")
     trace = read_trace(options.trace)
     advised = _advise(options, trace, console)
     title = (

@@ -14,7 +14,7 @@ from relibra_jax.cli.comparison_page import command_line, write_page
 from relibra_jax.cli.figures import compare_figure
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.outside_planner import import_planner
-from relibra_jax.cli.pages import check_page
+from relibra_jax.cli.pages import check_folder, check_page
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
@@ -67,9 +67,10 @@ def run_compare(options: Compare, console: Console) -> None:
         console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace and the settings do not fit each other, or a row or planner is unknown. Nothing is
-            written then.
+        ValueError: if the trace and the settings do not fit each other, or a row or planner is unknown, or
+            a path to write to cannot be written. Nothing is written then.
     """
+    check_folder(options.out, option="out")
     if options.html is not None:
         check_page(options.html, option="html", example="compare.html")
     trace = read_trace(options.trace)

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.pages import check_file
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.plan_files import save_plan
 from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting, run_planner
@@ -41,9 +42,10 @@ def run_plan(options: MakePlan, console: Console) -> None:
         console: the console that the imbalance of the plan, and the line that loads it, are printed on.
 
     Raises:
-        ValueError: if the planner is unknown, or the trace and the settings do not fit each other. Nothing is written
-            then.
+        ValueError: if the planner is unknown, or the trace and the settings do not fit each other, or the file cannot
+            be written. Nothing is written then.
     """
+    check_file(options.out, option="out", example="plan.npz")
     entry = look_up("planner ", options.planner, PLANNERS)
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
