@@ -147,8 +147,11 @@ def test_main_and_run_training_refuse_bad_options_in_one_line(refused, fault):
 
 
 SETTINGS = {
-    "--nodes=3": "num_experts=16 must divide evenly over 6 ranks (3 nodes x 2)",
-    f"--nodes={2**31}": f"num_nodes={2**31} {INTEGER} 1 and at most 2147483647",
+    "--nodes=3": "num_experts=16 must divide evenly over 6 ranks (nodes=3 x ranks_per_node=2);"
+    " they divide over 1, 2, 4, 8, 16 ranks",
+    "--nodes=0": f"nodes=0 {INTEGER} 1 and at most 2147483647",
+    "--ranks-per-node=-1": f"ranks_per_node=-1 {INTEGER} 1 and at most 2147483647",
+    f"--nodes={2**31}": f"nodes={2**31} {INTEGER} 1 and at most 2147483647",
     "--replica-slots=-1": f"replica_slots=-1 {INTEGER} 0 and at most 2147483647",
     "--replica-slots=17": "replica_slots=17 must be at most num_experts=16: a rank holds no expert twice",
     f"--replica-slots={2**31}": f"replica_slots={2**31} must be at most num_experts=16",
@@ -182,6 +185,9 @@ COSTS = {
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
+    "--tokens-per-rank=1e-30": "tokens_per_rank=1e-30 must be at least 1.22e-06 for a trace of 9.5 tokens per rank and",
+    "--exchange=ragged --dispatch=flat": "exchange='ragged' on 2 nodes needs dispatch='hierarchical', not 'flat', or",
+    "--nodes=1 --exchange=ragged --dispatch=hierarchical": "exchange='ragged' on 1 node needs dispatch='flat', not",
     "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give ",
 }
 
@@ -215,7 +221,7 @@ def test_plan_accepts_settings_at_their_limits(trace, tmp_path):
 
 @pytest.mark.parametrize("option", COSTS)
 def test_compare_refuses_costs_that_do_not_fit(refused, trace, option):
-    assert refused(main, ["compare", trace, *SMALL, option]).startswith(COSTS[option])
+    assert refused(main, ["compare", trace, *SMALL, *option.split()]).startswith(COSTS[option])
 
 
 TRAINING = {

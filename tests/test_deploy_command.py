@@ -136,8 +136,9 @@ FEW_TEXT = " ".join(FEW)
 @pytest.mark.parametrize(
     ("options", "says"),
     {
-        "--attention-cluster h10": "cluster='h10' must be one of h100, h200",
-        "--expert-cluster h2000": "did you mean h200",
+        "--attention-cluster h10": "error: attention_cluster='h10' must be one of h100, h200",
+        "--expert-cluster h2000": "error: expert_cluster='h2000' must be one of h100, h200",
+        "--expert-groups 2 0": "error: expert_groups=0 must be an integer of at least 1",
         "--model gpt-oss-21b": "did you mean gpt-oss-20b",
         "--expert-groups 3": "num_experts=16 must divide evenly over 3 groups of expert devices",
         f"{FEW_TEXT} --replica-slots 17": "replica_slots=17 must be an integer of at least 0 and at most 16",

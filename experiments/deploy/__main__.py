@@ -23,7 +23,7 @@ from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.support.atomic_write import write_json
-from relibra_jax.support.limits import check_seed
+from relibra_jax.support.limits import check_integer, check_seed
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
@@ -72,12 +72,14 @@ class Deploy:
     def serving(self) -> Serving:
         """Return what is served, on which hardware and within which limits, after a check of the options."""
         check_seed("seed", self.seed)
+        for groups in self.expert_groups:
+            check_integer("expert_groups", groups, least=1)
         if not self.replica_slots:
             raise ValueError("replica_slots must name at least one number of slots")
         serving = Serving(
             model=look_up("model=", self.model, MODELS),
-            attention=look_up("cluster=", self.attention_cluster, CLUSTERS),
-            experts=look_up("cluster=", self.expert_cluster, CLUSTERS),
+            attention=look_up("attention_cluster=", self.attention_cluster, CLUSTERS),
+            experts=look_up("expert_cluster=", self.expert_cluster, CLUSTERS),
             attention_price=self.attention_price,
             expert_price=self.expert_price,
             context=self.context,

@@ -12,7 +12,9 @@ from relibra_jax.cost.memory import check_rank_memory
 from relibra_jax.cost.models import MODELS
 from relibra_jax.evaluation.batches import Batches, make_batches
 from relibra_jax.evaluation.settings import Batching, Costs
+from relibra_jax.routing.exchange_rules import choose_path
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.counted import counted
 from relibra_jax.support.limits import COST_MAX, check_integer, check_positive
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.trace import Trace
@@ -105,8 +107,10 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
     if costs.updates > batches.num_micro_batches:
         raise ValueError(f"updates={costs.updates} exceeds micro_batches={batches.num_micro_batches}")
     top_k = trace.replay.expert_ids.shape[-1]
+    _check_ragged(costs, topology, top_k)
     lengths = np.concatenate([replay.mask.sum(1) for replay in batches.replays]).astype(float)
     tokens = max(lengths.sum() / len(batches.replays), 1.0)
+    _check_tiles(costs, float(cluster.tile), tokens / (topology.num_ranks * batches.num_micro_batches))
     cost_model = CostModel(
         cluster=cluster,
         model=dataclasses.replace(published, top_k=top_k, num_experts=trace.num_experts),
@@ -130,3 +134,32 @@ def _scaled_model(costs: Costs, trace: Trace, batches: Batches, topology: Topolo
             f" than {COST_MAX:g}"
         )
     return cost_model
+
+
+def _check_ragged(costs: Costs, topology: Topology, top_k: int) -> None:
+    """Raise ValueError if a ragged exchange would be flat over several nodes, or hierarchical on a single one."""
+    if costs.exchange != "ragged":
+        return
+    nodes = topology.num_nodes
+    path = choose_path(topology, top_k, costs.exchange) if costs.dispatch == "auto" else costs.dispatch
+    needed = "hierarchical" if nodes > 1 else "flat"
+    if path != needed:
+        raise ValueError(
+            f"exchange='ragged' on {counted(nodes, 'node')} needs dispatch={needed!r}, not {path!r}, or use another"
+            " exchange"
+        )
+
+
+def _check_tiles(costs: Costs, tile: float, held: float) -> None:
+    """Raise ValueError if so few tokens are modelled that a tile of a product has more than `COST_MAX` of the trace's.
+
+    Args:
+        costs: what is priced.
+        tile: the number of token copies that fill a tile.
+        held: the mean number of the trace's tokens that a rank has in a micro-batch.
+    """
+    if (least := tile * held / COST_MAX) > costs.tokens_per_rank:
+        raise ValueError(
+            f"tokens_per_rank={costs.tokens_per_rank} must be at least {least:.3g} for a trace of {held:.3g} tokens per"
+            " rank and micro-batch"
+        )

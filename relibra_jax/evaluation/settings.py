@@ -1,10 +1,12 @@
 """The settings of a comparison as plain values: ranks, the division of a trace into batches, and what is priced."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import check_integer
 
 
 @checks_arguments
@@ -31,6 +33,13 @@ class Ranks:
             ValueError: if the experts do not divide over the ranks, a number is out of its range, or a rank has more
                 replica or resident slots than there are experts.
         """
+        for name, number in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
+            check_integer(name, number, least=1)
+        if num_experts % (self.nodes * self.ranks_per_node):
+            raise ValueError(
+                f"num_experts={num_experts} must divide evenly over {self.nodes * self.ranks_per_node} ranks"
+                f" (nodes={self.nodes} x ranks_per_node={self.ranks_per_node}); {_divisors_text(num_experts)}"
+            )
         # A Plan may have more slots than experts. On the command line that is a mistake, and planning would need memory
         # that grows with the square of the slots.
         for name, slots in (("replica_slots", self.replica_slots), ("resident_slots", self.resident_slots)):
@@ -45,6 +54,17 @@ class Ranks:
             replica_slots=self.replica_slots,
             resident_slots=self.resident_slots,
         )
+
+
+def _divisors_text(num_experts: int) -> str:
+    """Return the clause that says over which numbers of ranks the experts divide.
+
+    >>> _divisors_text(12)
+    'they divide over 1, 2, 3, 4, 6, 12 ranks'
+    """
+    small = [number for number in range(1, math.isqrt(num_experts) + 1) if num_experts % number == 0]
+    divisors = sorted({*small, *(num_experts // number for number in small)})
+    return f"they divide over {', '.join(map(str, divisors))} ranks"
 
 
 @checks_arguments
