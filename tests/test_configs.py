@@ -150,6 +150,7 @@ def test_sweeps_combine():
             "demo, variant planner=relibre: planner 'relibre' must be",
         ),
         (["demo", "--variant", "ppo"], "--variant ppo: demo has no variants"),
+        (["demo", "--sweep", "steps="], "--sweep steps=: must have at least one value, as in steps=A,B"),
         (["demo", "--sweep", "steps=1,1"], "--sweep steps=1,1: 1 is given twice"),
         (["demo", "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep steps=2: steps is swept twice"),
         (["algorithms", "--variant", "pp"], "--variant 'pp' must be one of grpo, grpo-windows, ppo"),

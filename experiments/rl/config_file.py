@@ -214,7 +214,8 @@ def sweep_variants(sweeps: Sequence[str]) -> dict[str, dict[str, Any]]:
         sweeps: settings with their values, ``key=a,b,c``.
 
     Raises:
-        ValueError: if a text is no assignment, a name is unknown or a value has another type than its setting.
+        ValueError: if a text is no assignment or has no value, a name is unknown, or a value has another type than its
+            setting.
 
     >>> sweep_variants(["algorithm=grpo,ppo", "seeds=[0]"])
     {'algorithm=grpo,seeds=[0]': {'algorithm': 'grpo', 'seeds': [0]}, 'algorithm=ppo,seeds=[0]': ...}
@@ -226,8 +227,10 @@ def sweep_variants(sweeps: Sequence[str]) -> dict[str, dict[str, Any]]:
         if name in names:
             raise ValueError(f"--sweep {text}: {name} is swept twice")
         names.add(name)
+        if not (given := _split(values)):
+            raise ValueError(f"--sweep {text}: must have at least one value, as in {name}=A,B")
         parsed: dict[str, dict[str, Any]] = {}
-        for value in _split(values):
+        for value in given:
             variant = f"{name}={value}".replace("/", "-")
             if variant in parsed:
                 raise ValueError(f"--sweep {text}: {value} is given twice")
