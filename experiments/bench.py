@@ -4,6 +4,7 @@ import dataclasses
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.interleaving import interleaved
+from experiments.program import run_program
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
 from relibra_jax.contract.planner import Placement, PlanRequest
 from relibra_jax.contract.replay import assigned_load
@@ -240,7 +242,17 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-if __name__ == "__main__":
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time planning against baselines."""
+
+
+def main(options: Bench) -> None:
+    """Time compilation and planning, and print the tables.
+
+    Args:
+        options: none so far. The command line refuses all others.
+    """
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
@@ -248,3 +260,7 @@ if __name__ == "__main__":
     bench_rebalance()
     bench_planners()
     bench_growth()
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, Bench))

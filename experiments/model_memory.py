@@ -6,6 +6,7 @@ before it starts.
 
 import dataclasses
 import functools
+import sys
 from typing import Final
 
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.program import run_program
 from experiments.published import PUBLISHED
 from experiments.step_memory import RunSizes, host_bytes, memory_by_stage, rank_gigabytes, rank_parameters
 from relibra_jax.contract.types import Topology
@@ -134,8 +136,17 @@ def table_row(config: ModelConfig, *, shard_dense: bool) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Compute and print the table."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """Compute the memory that published models need on each rank."""
+
+
+def main(options: ModelMemory) -> None:
+    """Compute and print the table.
+
+    Args:
+        options: none so far. The command line refuses all others.
+    """
     table = Table("model", "parameters", "all but experts", *map(str, RANKS), box=box.MARKDOWN)
     for name, fields in PUBLISHED.items():
         config = model_config(fields)
@@ -149,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main, ModelMemory))

@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from experiments import (
+    bench,
     bench_attention,
     bench_counts,
     bench_exposed,
@@ -20,6 +21,7 @@ from experiments import (
     bench_transformers,
     bench_warm_start,
     count_buffers,
+    model_memory,
     stragglers,
 )
 from experiments.deploy.__main__ import Deploy
@@ -193,7 +195,16 @@ COSTS = {
 
 
 BENCHMARKS = (
-    *(bench_attention, bench_counts, bench_exposed, bench_kernels, bench_layer, bench_sampler),
+    *(
+        bench,
+        model_memory,
+        bench_attention,
+        bench_counts,
+        bench_exposed,
+        bench_kernels,
+        bench_layer,
+        bench_sampler,
+    ),
     *(bench_transformers, bench_warm_start, count_buffers, stragglers),
 )
 
