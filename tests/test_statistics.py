@@ -90,6 +90,10 @@ def test_pair_lift_takes_no_rare_pair_as_the_largest():
     np.testing.assert_allclose(lift.mean, 0.99**2 * weight / 99**2 + 0.01**2 * weight)
 
 
+def test_pair_lift_of_few_tokens_has_no_largest():
+    assert np.isnan(pair_lift(replay_of([[0, 1], [2, 3]]), 4).largest).all()
+
+
 def cells(shown):
     """Parse the printed table to a dict; the lines of a wrapped cell are joined."""
     table, name = {}, ""
@@ -110,7 +114,9 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     assert main(["inspect", str(path)]) == 0
     table = cells(capsys.readouterr().out)
     assert table["domains"] == "not recorded"
-    assert table["pairs of experts used together"].startswith("2.9")
+    together = table["pairs of experts used together"]
+    assert together.startswith("2.9")
+    assert together.endswith(" times among pairs that chance gives at least 10 times")
     # The hot rank, one of four, moves every third step, and each of the 16 micro-batches is three steps.
     assert table["imbalance of 8 ranks, static placement"].startswith("1.0")
     assert ", 3.2" in table["imbalance of 8 ranks, static placement"]
@@ -141,10 +147,11 @@ def test_inspect_shows_how_long_attention_waits_for_a_long_sample(monkeypatch, c
             "pairs of experts used together",
             "correlation of neighbouring micro-batches' loads",
         ),
+        ([[0, 1]], 8, "none", "(mean), too few tokens for the largest: chance gives no pair 10 times"),
         ([[0, 1]], 8, "correlation of neighbouring micro-batches' loads", "with 1 micro-batches"),
         ([[0, 1], [1, 2]], 12, "none", "12 experts do not divide"),
     ],
-    ids=["top-1", "one sample", "experts that do not divide"],
+    ids=["top-1", "few tokens", "one sample", "experts that do not divide"],
 )
 def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, text):
     monkeypatch.setenv("COLUMNS", "200")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +21,7 @@ from relibra_jax.planning.starts import start_assignment
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.statistics import (
+    PAIRS_EXPECTED,
     contiguous_imbalance,
     count_load,
     hot_expert_churn,
@@ -98,8 +99,8 @@ def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str
     yield "spread of expert loads", f"{_by_layer(load_spread, load.sum(0))} (standard deviation / mean)"
     if trace.replay.expert_ids.shape[-1] > 1:
         lift = pair_lift(trace.replay, trace.num_experts)
-        frequency = f"{lift.mean.mean():.2f} times as often as by chance (mean), at most {lift.largest.max():.1f} times"
-        yield "pairs of experts used together", frequency
+        frequency = f"{lift.mean.mean():.2f} times as often as by chance (mean)"
+        yield "pairs of experts used together", f"{frequency}, {_largest_lift(lift.largest)}"
     *fewer, most = sorted({min(number, len(load)) for number in MICRO_BATCHES})
     name = f"imbalance of {RANKS} ranks, static placement"
     value = f"not computed: {trace.num_experts} experts do not divide evenly"
@@ -113,6 +114,13 @@ def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str
         churn = f"{hot_expert_churn(loads):.0%} of the hottest eighth"
         yield f"hot experts new in the next of {most} micro-batches", churn
         yield "correlation of neighbouring micro-batches' loads", f"{neighbour_correlation(loads):.2f}"
+
+
+def _largest_lift(largest: Float[np.ndarray, " L"]) -> str:
+    """Return what a line says of the largest lift of each layer, NaN where chance produces no pair often enough."""
+    if np.isnan(largest).all():
+        return f"too few tokens for the largest: chance gives no pair {PAIRS_EXPECTED} times"
+    return f"at most {np.nanmax(largest):.1f} times among pairs that chance gives at least {PAIRS_EXPECTED} times"
 
 
 def _attention(lengths: Int[np.ndarray, " B"], options: Inspect) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ counted on the host.
 """
 
 import itertools
+import math
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class PairLift(NamedTuple):
     mean: Float[np.ndarray, " L"]
     """The mean lift over the pairs of experts that tokens use, in each layer."""
     largest: Float[np.ndarray, " L"]
-    """The largest lift among pairs that chance would produce at least `PAIRS_EXPECTED` times; 1 if there is none."""
+    """The largest lift among pairs that chance would produce at least `PAIRS_EXPECTED` times; NaN if there is none."""
 
 
 def count_load(replay: RoutingReplay, num_experts: int) -> Int[np.ndarray, "B L E"]:
@@ -154,4 +155,5 @@ def _layer_lift(rows: Integer[np.ndarray, "Q K"], num_experts: int) -> tuple[flo
     expected = np.outer(load, load)[upper]
     expected *= pairs.sum() / expected.sum()
     lift = pairs / np.where(expected > 0, expected, 1)
-    return float((lift * pairs).sum() / pairs.sum()), float(lift[expected >= PAIRS_EXPECTED].max(initial=1))
+    counted = lift[expected >= PAIRS_EXPECTED]
+    return float((lift * pairs).sum() / pairs.sum()), float(counted.max()) if counted.size else math.nan
