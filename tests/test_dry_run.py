@@ -208,6 +208,20 @@ def test_a_trace_must_have_the_routing_of_the_model(monkeypatch):
         find_trace(QWEN3_30B.model_config, "recorded")
 
 
+@pytest.mark.parametrize("empty", [8, 256])
+def test_a_dry_run_refuses_a_trace_whose_batch_has_no_tokens(tmp_path, capsys, empty):
+    """The batch has 256 samples: those of the trace, or drawn ones if it has fewer."""
+    lengths, rows = np.array([0] * empty), np.zeros((0, 2, 2), np.uint8)
+    if empty == 256:
+        lengths, rows = np.append(lengths, 1), np.array([[[0, 1]] * 2], np.uint8)
+    path = tmp_path / "empty.npz"
+    np.savez(path, num_experts=np.int32(16), routed_experts=rows, lengths=lengths)
+    assert main(["demo", "--dry", "--trace", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: trace empty.npz has no tokens in the 256 samples of a batch, so there is no load to balance\n"
+    )
+
+
 def test_a_published_model_needs_no_folder_until_it_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert QWEN3_30B.lacks_checkpoint

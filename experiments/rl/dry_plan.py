@@ -134,9 +134,17 @@ def plan_batch(config: Train, hardware: Hardware, trace: Trace) -> Planned:
         config: the settings of the run.
         hardware: the devices.
         trace: the trace, with the layers to plan.
+
+    Raises:
+        ValueError: if the samples of the batch have no tokens.
     """
     trace = _with_samples(trace, config.samples)
     longest = int(np.asarray(trace.replay.mask).sum(1).max())
+    if not longest:
+        raise ValueError(
+            f"trace {trace.name} has no tokens in the {config.samples} samples of a batch, so there is no load to"
+            " balance"
+        )
     stretch = (config.prompt_tokens + config.response_tokens) / longest
     layers = trace.replay.expert_ids.shape[2]
     cost = run_price(config, hardware.cluster)
