@@ -140,6 +140,16 @@ def test_inspect_shows_the_counts_of_experts_and_samples(trace, capsys):
     assert "32" in shown
 
 
+def test_inspect_and_compare_show_brackets_in_names_and_paths(tmp_path, capsys):
+    trace, folder = save_small_trace(tmp_path / "[red]x.npz"), tmp_path / "o[" / "b]"
+    assert main(["inspect", str(trace)]) == 0
+    assert "[red]x.npz" in capsys.readouterr().out
+    assert main(["compare", str(trace), *SMALL, "--rows", "static", "--out", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "[red]x.npz: 4 micro-batches" in shown
+    assert f"numbers: {folder / 'compare.json'}" in shown
+
+
 def test_inspect_reads_the_recorded_trace_by_default(monkeypatch, capsys):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     assert main(["inspect"]) == 0

@@ -103,7 +103,8 @@ def main(options: Deploy) -> None:
             folder is a file. Nothing is written then.
     """
     check_folder(options.out, option="out")
-    serving, trace, console = options.serving(), read_trace(options.trace), Console()
+    serving, trace = options.serving(), read_trace(options.trace)
+    console = Console(markup=False, emoji=False)
     sizes = {"num_experts": trace.num_experts, "top_k": trace.replay.expert_ids.shape[-1]}
     serving = dataclasses.replace(serving, model=dataclasses.replace(serving.model, **sizes))
     groups = options.expert_groups or _divisors(trace.num_experts)

@@ -57,7 +57,8 @@ def _run(args: list[str]) -> None:
             tyro.extras.subcommand_cli_from_dict, types, prog=PROGRAM, description=_DESCRIPTION
         )
         options = parse_options(parse_any_command, args)
-    dict(COMMANDS.values())[type(options)](options, Console())
+    # Brackets and colons in the names and paths of users are neither markup nor emoji.
+    dict(COMMANDS.values())[type(options)](options, Console(markup=False, emoji=False))
 
 
 _DESCRIPTION = (

@@ -59,6 +59,5 @@ def run_plan(options: MakePlan, console: Console) -> None:
         f" {counted(len(plan.quota), 'micro-batch')}\nplan: {options.out}"
         f"\nin Python: from relibra_jax import load_plan; plan, topology = load_plan({str(options.out)!r})",
         highlight=False,
-        markup=False,
         soft_wrap=True,
     )

@@ -34,7 +34,7 @@ def show_provenance(trace: Trace, console: Console) -> None:
     table = Table(title="where it is from", title_justify="left", show_header=False)
     for name, value in trace.recording.provenance.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def show_steps(
