@@ -34,6 +34,18 @@ def too_many():
 
 def no_state():
     return altered(lambda plan, state: plan)
+
+def branches():
+    return altered(lambda plan, state: (plan, state) if plan.quota.sum() > 0 else None)
+
+def starts(topology, layers, *, key):
+    raise KeyError("none")
+
+def no_start():
+    return static()._replace(init=starts)
+
+def broken():
+    return 1 / 0
 """
 
 
@@ -57,6 +69,8 @@ def folder(tmp_path, monkeypatch):
     code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "planner_of_the_guide.py").write_text(code[1])
     (tmp_path / "other_planners.py").write_text(textwrap.dedent(OTHERS))
+    (tmp_path / "needs_more.py").write_text("import not_there")
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -78,6 +92,9 @@ def test_import_planner_keeps_the_settings_of_an_entry(folder):
     {
         "too_many": "for batch 0 is not valid: micro-batch 1, layer 2, expert 0: the quotas sum to ",
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
+        "branches": r"^planner 'other_planners:branches': update raised TracerBoolConversionError: Attempted boolean"
+        r" conversion of traced array with shape bool\[\]\.* \(\S*other_planners\.py:\d+\)",
+        "no_start": r"^planner 'other_planners:no_start': init raised KeyError: 'none' \(\S*other_planners\.py:\d+\)$",
     }.items(),
 )
 def test_run_planner_names_the_broken_rule(folder, run, name, says):
@@ -93,6 +110,9 @@ def test_run_planner_names_the_broken_rule(folder, run, name, says):
         "--planner=other_planners:too_much": "no 'too_much'; did you mean too_many?",
         "--planner=other_planners:number": "has type int; it must be a Planner or a PlannerEntry",
         "--planner=os:getenv": "planner 'os:getenv' cannot be called without arguments",
+        "--planner=other_planners:broken": "'other_planners:broken' raised ZeroDivisionError: division by zero (",
+        "--planner=needs_more:planner": "the import of needs_more raised ModuleNotFoundError: No module named ",
+        "--planner=ends:planner": "the import of ends raised SystemExit: 3 (",
         "--planner=other_planners:guess": "forecast='histery' must be one of ",
         "--rows=statik": "row 'statik' must be one of ",
     }.items(),

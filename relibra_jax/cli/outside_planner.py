@@ -1,13 +1,14 @@
 """Import of a user's own planner, named on the command line as ``my_module:my_planner``."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from relibra_jax.contract.planner import Planner, PlanRequest
 from relibra_jax.contract.types import Plan, Topology
 from relibra_jax.planning.baselines.forecasts import FORECASTS
 from relibra_jax.planning.planners import PlannerEntry
-from relibra_jax.support.outside import import_outside
+from relibra_jax.support.outside import error_place, import_outside
 from relibra_jax.support.suggestions import suggest_names
 
 
@@ -20,11 +21,12 @@ def import_planner(name: str) -> PlannerEntry:
             arguments that returns one of them.
 
     Returns:
-        The planner's entry. Its ``update`` raises ValueError if the planner does not return ``(Plan, state)``.
+        The planner's entry. Its functions raise ValueError if the planner's raise an error, and ``update`` if the
+        planner does not return ``(Plan, state)``.
 
     Raises:
-        ValueError: if the name is not written ``module:attribute``, there is no such module or attribute, or the
-            attribute is not a planner.
+        ValueError: if the name is not written ``module:attribute``, there is no such module or attribute, the
+            attribute is not a planner, or it is a function that raises an error.
     """
     planner = import_outside("planner", name)
     if callable(planner) and not isinstance(planner, Planner):
@@ -32,19 +34,45 @@ def import_planner(name: str) -> PlannerEntry:
             planner = planner()
         except TypeError as error:
             raise ValueError(f"planner {name!r} cannot be called without arguments: {error}") from error
+        except Exception as error:
+            raise ValueError(f"planner {name!r} raised {error_place(error)}") from error
     if isinstance(planner, PlannerEntry):
         if planner.forecast not in FORECASTS:
             raise ValueError(
                 f"planner {name!r}: forecast={planner.forecast!r} must be one of {', '.join(FORECASTS)}"
                 + suggest_names(planner.forecast, FORECASTS)
             )
-        return PlannerEntry(**{**vars(planner), "planner": _with_checked_result(name, planner.planner)})
+        return PlannerEntry(**{**vars(planner), "planner": _with_errors(name, planner.planner)})
     if not isinstance(planner, Planner):
         raise ValueError(
             f"planner {name!r} has type {type(planner).__name__}; it must be a Planner or a PlannerEntry, or a function"
             " without arguments that returns one"
         )
-    return PlannerEntry(planner=_with_checked_result(name, planner), summary=f"user planner {name}")
+    return PlannerEntry(planner=_with_errors(name, planner), summary=f"user planner {name}")
+
+
+def _with_errors(name: str, planner: Planner) -> Planner:
+    """Make the functions of a planner name it in their errors, and ``update`` check what it returns."""
+    functions = {part: getattr(planner, part) for part in ("init", "update", "reorder", "replicate")}
+    named: dict[str, Any] = {
+        part: _with_named_errors(f"planner {name!r}: {part}", function)
+        for part, function in functions.items()
+        if function is not None
+    }
+    return _with_checked_result(name, planner._replace(**named))
+
+
+def _with_named_errors(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function raise its errors as ValueError that begins with ``place``."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            raise ValueError(f"{place} raised {error_place(error)}") from error
+
+    return named
 
 
 def _with_checked_result(name: str, planner: Planner) -> Planner:

@@ -4,11 +4,20 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from relibra_jax.support.suggestions import suggest_names
+
+NOT_OF_USERS: Final = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<frozen ",
+)
+"""The beginnings of paths of files that are not a user's: those of Python, of installed packages, and of this one."""
 
 
 def import_outside(kind: str, name: str) -> Any:
@@ -23,7 +32,7 @@ def import_outside(kind: str, name: str) -> Any:
 
     Raises:
         ValueError: if the name is not written ``module:attribute``, there is no such module or attribute, or the import
-            raises an error.
+            raises an error or ends the process.
 
     >>> import_outside("function", "os.path:basename")("folder/file")
     'file'
@@ -35,13 +44,12 @@ def import_outside(kind: str, name: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"{kind} {name!r}: no module {error.name!r} in the current folder or on Python's path"
-        ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{kind} {name!r}: no module {missing!r} in the current folder or on Python's path"
+            ) from error
         raise ValueError(
             f"{kind} {name!r}: the import of {module_name} raised {error_place(error)}"
         ) from error
@@ -52,12 +60,15 @@ def import_outside(kind: str, name: str) -> Any:
     return getattr(module, attribute)
 
 
-def error_place(error: Exception) -> str:
-    """Return an error of a user's code in one line, with the file and line that raised it."""
+def error_place(error: BaseException) -> str:
+    """Return the first line of an error, with the last file and line of a user's code that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    [*_, last] = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if not frame.filename.startswith(NOT_OF_USERS)]
+    last = (of_user or frames)[-1]
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line} ({last.filename}:{last.lineno})"
 
 
 def import_function(kind: str, name: str, *parameters: str) -> Callable[..., Any]:
