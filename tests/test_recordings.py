@@ -142,6 +142,20 @@ def test_read_trace_refuses_a_recording_that_does_not_fit(tmp_path, name, array,
 def test_save_replay_writes_no_file_for_a_recording_that_does_not_fit(tmp_path):
     for wrong, message in (
         (RECORDING._replace(step=np.zeros(3, int)), r"step must be integers \[5\]"),
+        (RECORDING._replace(step=np.full(5, 0.5)), r"step must be integers \[5\], not float64\[5\]"),
+        (
+            RECORDING._replace(step=np.full(5, 2**31)),
+            r"step\[0\] is 2147483648, but must be at most 2147483647",
+        ),
+        (
+            RECORDING._replace(prompt=np.full(5, -(2**32))),
+            r"prompt\[0\] is -4294967296, but must be at least 0",
+        ),
+        (
+            RECORDING._replace(versions=np.full((5, 3), 2**32)),
+            r"versions\[0\] is 4294967296, but must be at most",
+        ),
+        (RECORDING._replace(versions=np.zeros((5, 3))), r"versions must be integers \[9\], not float64\[9\]"),
         (RECORDING._replace(versions=np.zeros((5, 4), int)), r"versions must be \[5, 3\], not \[5, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):

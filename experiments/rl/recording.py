@@ -39,7 +39,9 @@ def record_batch(rollout: Rollout, rewards: Rewards, *, step: int) -> Recording:
     numbers: dict[Prompt, int] = {}
     return Recording(
         step=np.full(len(rewards.reward), step),
-        prompt=np.array([numbers.setdefault(each.prompt, len(numbers)) for each in rollout.examples]),
+        prompt=np.array(
+            [numbers.setdefault(each.prompt, len(numbers)) for each in rollout.examples], np.int32
+        ),
         rewards=np.where(rewards.scored, rewards.reward, np.nan).astype(np.float32),
         versions=np.where(rollout.version == UNSAMPLED, UNKNOWN, rollout.version),
     )

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer, Shaped
 
 from relibra_jax.support.json_text import parse_json
+from relibra_jax.support.limits import INT32_MAX
 
 UNKNOWN: Final = -1
 """The version of tokens that no policy sampled, such as prompts, or whose version is not known."""
@@ -30,6 +31,8 @@ class Recording(NamedTuple):
 
 RECORDED_ARRAYS: Final = tuple(Recording._fields)
 """The names of the arrays of a replay file that hold a recording."""
+INTEGERS: Final = ("step", "prompt", "versions")
+"""Those that are int32."""
 
 
 def recording_to_arrays(
@@ -53,15 +56,16 @@ def recording_to_arrays(
     arrays: dict[str, np.ndarray] = {}
     if recording.provenance is not None:
         arrays["provenance"] = np.array(json.dumps(recording.provenance))
-    for name, dtype in (("step", np.int32), ("prompt", np.int32), ("rewards", np.float32)):
+    for name, dtype in (("step", None), ("prompt", None), ("rewards", np.float32)):
         if (array := getattr(recording, name)) is not None:
             arrays[name] = np.asarray(array, dtype)
     if recording.versions is not None:
         if np.shape(recording.versions) != mask.shape:
             raise ValueError(f"versions must be {list(mask.shape)}, not {list(np.shape(recording.versions))}")
-        arrays["versions"] = np.asarray(recording.versions)[mask].astype(np.int32)
+        arrays["versions"] = np.asarray(recording.versions)[mask]
+    # Before the cast, which would cut fractions and wrap what int32 cannot hold.
     recording_from_arrays(arrays, mask)
-    return arrays
+    return {name: array.astype(np.int32) if name in INTEGERS else array for name, array in arrays.items()}
 
 
 def recording_from_arrays(
@@ -106,8 +110,9 @@ def recording_from_arrays(
 def _check_integers(name: str, array: np.ndarray, size: int, least: int) -> None:
     if array.dtype.kind not in "iu" or array.shape != (size,):
         raise ValueError(f"{name} must be integers [{size}], not {array.dtype}{list(array.shape)}")
-    for position in np.flatnonzero(array < least)[:1].tolist():
-        raise ValueError(f"{name}[{position}] is {array[position]}, but must be at least {least}")
+    for position in np.flatnonzero((array < least) | (array > INT32_MAX))[:1].tolist():
+        bound = f"at least {least}" if array[position] < least else f"at most {INT32_MAX}"
+        raise ValueError(f"{name}[{position}] is {array[position]}, but must be {bound}")
 
 
 def _check_rewards(rewards: np.ndarray, size: int) -> None:
