@@ -17,13 +17,13 @@ from experiments.deploy.figure import draw_deployment
 from experiments.deploy.report import deployment_numbers, deployment_table, explain
 from experiments.deploy.serving import MEMORY_SHARE, Grid, Serving
 from experiments.program import TraceName, run_program
-from relibra_jax.cli.pages import check_folder
 from relibra_jax.cli.terminal import progress_bar
 from relibra_jax.contract.types import RoutingReplay
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.limits import check_integer, check_seed
+from relibra_jax.support.output_paths import check_folder
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace

@@ -18,8 +18,8 @@ from experiments.program import run_program
 from experiments.watch.page import run_page
 from experiments.watch.run_data import read_run
 from experiments.watch.server import ADDRESS, serve_run
-from relibra_jax.cli.pages import check_page
 from relibra_jax.support.atomic_write import write_atomically
+from relibra_jax.support.output_paths import check_page
 
 console = Console()
 

@@ -19,7 +19,6 @@ from relibra_jax.cli.advice_figure import draw_advice
 from relibra_jax.cli.group_table import COLUMNS as GROUP_COLUMNS
 from relibra_jax.cli.group_table import fastest_groups, group_numbers, group_table
 from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.pages import check_folder
 from relibra_jax.cli.predictor_table import (
     COLUMNS,
     Networks,
@@ -49,6 +48,7 @@ from relibra_jax.evaluation.thresholds import EVEN_SHARES, PAYS, Point, route_so
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.counted import counted
 from relibra_jax.support.limits import check_positive
+from relibra_jax.support.output_paths import check_folder
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 

@@ -14,7 +14,6 @@ from relibra_jax.cli.comparison_page import command_line, write_page
 from relibra_jax.cli.figures import compare_figure
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.outside_planner import import_planner
-from relibra_jax.cli.pages import check_folder, check_page
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.cost.cost_model import CostModel
@@ -31,6 +30,7 @@ from relibra_jax.evaluation import (
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.support.atomic_write import write_json
 from relibra_jax.support.counted import counted
+from relibra_jax.support.output_paths import check_folder, check_page
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace

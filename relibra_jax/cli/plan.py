@@ -8,13 +8,13 @@ import tyro
 from rich.console import Console
 
 from relibra_jax.cli.options import TraceName
-from relibra_jax.cli.pages import check_file
 from relibra_jax.contract.plan import rank_load
 from relibra_jax.contract.plan_files import save_plan
 from relibra_jax.evaluation import Batching, Costs, Ranks, make_setting, run_planner
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.support.counted import counted
+from relibra_jax.support.output_paths import check_file
 from relibra_jax.support.suggestions import look_up
 from relibra_jax.traces.read import read_trace
 
