@@ -187,7 +187,7 @@ COSTS = {
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
-    "--tokens-per-rank=1e-30": "tokens_per_rank=1e-30 must be at least 1.22e-06 for a trace of 9.5 tokens per rank and",
+    "--tokens-per-rank=1e-30": "tokens_per_rank=1e-30 must be above 1.3e-06 for a trace of 9.5 tokens per rank and",
     "--exchange=ragged --dispatch=flat": "exchange='ragged' on 2 nodes needs dispatch='hierarchical', not 'flat', or",
     "--nodes=1 --exchange=ragged --dispatch=hierarchical": "exchange='ragged' on 1 node needs dispatch='flat', not",
     "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give ",

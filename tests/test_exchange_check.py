@@ -88,6 +88,11 @@ def test_ragged_fetch_on_cpus_is_an_error(mesh):
     plan = LayerPlan(slots, jnp.arange(topology.num_experts), slots, None)
     with pytest.raises(ValueError, match="fetch='ragged' cannot run: XLA has none for CPUs"):
         prepare_fetch(plan, ExpertParallel(mesh=mesh, topology=topology, fetch="ragged"))
+    without = jnp.zeros((1, 2, TOPOLOGY.slots), jnp.int32)  # without replica slots, nothing is fetched
+    plan = LayerPlan(without, jnp.arange(TOPOLOGY.num_experts), without, None)
+    assert (
+        prepare_fetch(plan, ExpertParallel(mesh=mesh, topology=TOPOLOGY, fetch="ragged")).fetch_tables is None
+    )
 
 
 def test_command_says_what_it_cannot_check(capsys):

@@ -37,12 +37,14 @@ def printed(command):
     ran = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
+    assert ran.returncode in (0, 2), ran.stderr
     return ran.stdout + ran.stderr
 
 
 def missing(quoted, output):
     """Return the quoted lines that an output does not have."""
     there = set(lines(output))
+    assert lines(quoted), "nothing is quoted"
     return [line for line in lines(quoted) if line != "..." and line not in there]
 
 

@@ -1,6 +1,7 @@
 """Import of a user's own planner, named on the command line as ``my_module:my_planner``."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,10 @@ def import_planner(name: str) -> PlannerEntry:
     """
     planner = import_outside("planner", name)
     if callable(planner) and not isinstance(planner, Planner):
+        _check_takes_nothing(name, planner)
         try:
             planner = planner()
-        except TypeError as error:
-            raise ValueError(f"planner {name!r} cannot be called without arguments: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"planner {name!r} raised {error_place(error)}") from error
     if isinstance(planner, PlannerEntry):
         if planner.forecast not in FORECASTS:
@@ -49,6 +49,18 @@ def import_planner(name: str) -> PlannerEntry:
             " without arguments that returns one"
         )
     return PlannerEntry(planner=_with_errors(name, planner), summary=f"user planner {name}")
+
+
+def _check_takes_nothing(name: str, function: Callable[..., Any]) -> None:
+    """Raise ValueError if a function cannot be called without arguments, as far as its signature tells."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # builtins may have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ValueError(f"planner {name!r} cannot be called without arguments: {error}") from error
 
 
 def _with_errors(name: str, planner: Planner) -> Planner:

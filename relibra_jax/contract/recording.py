@@ -32,7 +32,7 @@ class Recording(NamedTuple):
 RECORDED_ARRAYS: Final = tuple(Recording._fields)
 """The names of the arrays of a replay file that hold a recording."""
 INTEGERS: Final = ("step", "prompt", "versions")
-"""Those that are int32."""
+"""The names of those that are stored as int32."""
 
 
 def recording_to_arrays(

@@ -53,7 +53,8 @@ def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E
         The load, int32, in token copies. Its sum over E is the number of real tokens of the sample times K.
 
     Raises:
-        ValueError: if an expert of a sample has more token copies than int32 holds.
+        ValueError: if the arrays are not those of a replay (`check_arrays`), or an expert of a sample has more token
+            copies than int32 holds.
 
     >>> replay = RoutingReplay(np.array([[[[0, 2]], [[1, 2]]]]), np.array([[True, True]]))
     >>> sample_load(replay, num_experts=4).tolist()

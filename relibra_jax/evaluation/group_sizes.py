@@ -15,6 +15,7 @@ from relibra_jax.evaluation.advice import Advice
 from relibra_jax.evaluation.setting import Setting, make_setting
 from relibra_jax.evaluation.settings import Batching, Costs
 from relibra_jax.evaluation.strategies import Strategy
+from relibra_jax.routing.exchange_rules import AUTO
 from relibra_jax.traces.trace import Trace
 
 
@@ -54,12 +55,14 @@ def group_setting(
         ValueError: under the conditions of `make_setting`.
     """
     groups = topology.num_nodes // nodes
+    # The path that a ragged exchange needs is another one on a single node.
+    dispatch = AUTO if costs.exchange == "ragged" else costs.dispatch
     micro_batches = groups * whole.batches.num_micro_batches
     setting = make_setting(
         trace,
         dataclasses.replace(topology, num_nodes=nodes),
         batching=dataclasses.replace(batching, micro_batches=micro_batches, token_budget=None),
-        cost=dataclasses.replace(costs, shards=groups * costs.shards),
+        cost=dataclasses.replace(costs, shards=groups * costs.shards, dispatch=dispatch),
     )
     cost_model = dataclasses.replace(setting.cost_model, data_parallel=groups)
     return dataclasses.replace(setting, cost_model=cost_model)

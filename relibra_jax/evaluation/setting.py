@@ -158,8 +158,9 @@ def _check_tiles(costs: Costs, tile: float, held: float) -> None:
         tile: the number of token copies that fill a tile.
         held: the mean number of the trace's tokens that a rank has in a micro-batch.
     """
-    if (least := tile * held / COST_MAX) > costs.tokens_per_rank:
+    least = tile * held / COST_MAX
+    if least > costs.tokens_per_rank:
         raise ValueError(
-            f"tokens_per_rank={costs.tokens_per_rank} must be at least {least:.3g} for a trace of {held:.3g} tokens per"
-            " rank and micro-batch"
+            f"tokens_per_rank={costs.tokens_per_rank} must be above {1.1 * least:.2g} for a trace of {held:.3g} tokens"
+            " per rank and micro-batch"
         )

@@ -428,12 +428,19 @@ def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
         )
 
 
-def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
-    """Raise ValueError unless ``plan`` has the shapes of one layer of one micro-batch, and its exchanges can run."""
-    for name, kind in (("exchange", parallel.exchange), ("fetch", parallel.fetch)):
-        sends = kind == "ragged" and parallel.topology.ranks_per_node > 1
+def check_exchanges(parallel: ExpertParallel) -> None:
+    """Raise ValueError if tokens or replicas would be sent by an exchange that the devices do not have."""
+    topology = parallel.topology
+    kinds = {"exchange": parallel.exchange, "fetch": parallel.fetch if topology.replica_slots else None}
+    for name, kind in kinds.items():
+        sends = kind == "ragged" and topology.ranks_per_node > 1
         if sends and (reason := why_not_ragged(parallel.mesh.devices.ravel().tolist())):
             raise ValueError(f"{name}='ragged' cannot run: {reason}")
+
+
+def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
+    """Raise ValueError unless ``plan`` has the shapes of one layer of one micro-batch, and its exchanges can run."""
+    check_exchanges(parallel)
     topology, lead = parallel.topology, parallel.data_shape
     slots = (*lead, *parallel.ranks, topology.slots)
     for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):

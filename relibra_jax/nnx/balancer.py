@@ -23,7 +23,7 @@ from relibra_jax.contract.planner import Placement, Planner
 from relibra_jax.contract.types import Array, RoutingReplay
 from relibra_jax.cost.cost_model import SEQUENCES, CostModel
 from relibra_jax.execution.memory import MEMORY_KINDS
-from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.parallel import ExpertParallel, check_exchanges
 from relibra_jax.nnx.balancer_state import (
     BalancerState,
     BufferSizes,
@@ -331,6 +331,7 @@ class Balancer:
         """
         if own is not None and replay is None:
             raise ValueError("own names the samples of a replay, and there is none")
+        check_exchanges(self.parallel)
         self._set_cost(model)
         stages = self._over_groups(stages)
         if replay is None and counts is None:
@@ -512,9 +513,10 @@ class Balancer:
             step = None if optimizer is None else int(optimizer.step[...])
             with signals_deferred():
                 reorder_experts(model, optimizer, home, mesh=mesh, topology=topology, copies=copies)
+                # The number first: a search of `plan_ahead` that ends from here on is for the batch before.
+                self._batch_number, self._marks = self._batch_number + 1, marks
                 self._carried, self._warm_start = planned.after, None
                 self._home, self._capacities = home, sizes.capacities
-                self._batch_number, self._marks = self._batch_number + 1, marks
                 self.trains = optimizer is not None
                 if step is not None:
                     self._steps_before = step

@@ -173,9 +173,9 @@ def widen_counts(batch: Batch, topology: Topology) -> Batch:
 
 
 def _to_int32(name: str, counts: Num[Array, "*counts"]) -> Int[jax.Array, "*counts"]:
-    if not np.issubdtype(counts.dtype, np.integer):
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, not {counts.dtype}{list(counts.shape)}")
-    if counts.size and not isinstance(counts, jax.core.Tracer) and np.iinfo(counts.dtype).max > INT32_MAX:
+    if counts.size and not isinstance(counts, jax.core.Tracer) and jnp.iinfo(counts.dtype).max > INT32_MAX:
         place = np.unravel_index(np.argmax(counts), counts.shape)
         if counts[place] > INT32_MAX:
             raise ValueError(

@@ -133,7 +133,10 @@ def _is_array(value: Any, hint: Any) -> bool:
         value = np.asarray(value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    if isinstance(value.dtype, np.dtype) and not _has_kind(value.dtype, _kinds(hint)):
+    if isinstance(value.dtype, np.dtype):
+        if not _has_kind(value.dtype, _kinds(hint)):
+            return False
+    elif str(value.dtype).startswith("key<") and KEY not in hint.dtypes:
         return False
     if hint.index_variadic is None:
         return len(value.shape) == len(hint.dims)

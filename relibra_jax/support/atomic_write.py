@@ -45,7 +45,7 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
                 shutil.copyfileobj(written, special)
         return
     path = Path(os.path.realpath(path))
-    if not path.parent.is_dir():
+    if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
