@@ -372,9 +372,8 @@ class Balancer:
         if chosen.way is None and chosen.cost is not None:
             chosen = self._batch_planner.by_rule(chosen.cost)
         routes = BatchRoutes(RoutingReplay(*map(np.asarray, replay)))
-        return self._plan(
-            self._carried._replace(chosen=chosen), routes, None, self._over_groups(stages), updates
-        )
+        before, stages = self._carried._replace(chosen=chosen), self._over_groups(stages)
+        return self._batch_planner.plan(before, routes, None, stages, updates=updates, start=self._warm_start)
 
     def discard(self) -> None:
         """Discard the last prepared batch and the result of `plan_ahead`.
@@ -492,7 +491,9 @@ class Balancer:
         """Plan the stages of a batch, and move the experts. Signals wait while anything changes."""
         marks = self._check(model, optimizer)
         with jax.profiler.TraceAnnotation("plan"):
-            planned = self._plan(self._carried, routes, counts, stages, updates)
+            planned = self._batch_planner.plan(
+                self._carried, routes, counts, stages, updates=updates, start=self._warm_start
+            )
         with jax.profiler.TraceAnnotation("size"):
             sizes = count_sizes(
                 planned.routes,
@@ -521,18 +522,6 @@ class Balancer:
                 if step is not None:
                     self._steps_before = step
         return prepared
-
-    def _plan(
-        self,
-        before: Carried,
-        routes: BatchRoutes | None,
-        counts: Batch | None,
-        stages: Sequence[Stage],
-        updates: Sequence[int] | None,
-    ) -> PlannedStages:
-        return self._batch_planner.plan(
-            before, routes, counts, stages, updates=updates, start=self._warm_start
-        )
 
     def _prepare_stage(self, number: int, planned: PlannedStages, sizes: BufferSizes) -> PreparedBatch:
         """Prepare one stage: its sequences, and its layers on the devices."""
