@@ -249,6 +249,14 @@ def loss_in_float32(params, x):
     return layer(x, REPLAY, replayed(), parallel=PARALLEL, mask=MASK).output.sum()
 
 
+@pytest.mark.parametrize(("width", "expert_width", "shared_width"), [(0, 6, 0), (8, -1, 0), (8, 6, -2)])
+def test_moe_layer_rejects_widths_of_nothing(width, expert_width, shared_width):
+    with pytest.raises(ValueError, match=r"width=(0|-1|-2) must be an integer of at least (0|1)"):
+        MoELayer(
+            TOPOLOGY, width, expert_width, GATING["softmax"], shared_width=shared_width, rngs=nnx.Rngs(0)
+        )
+
+
 def test_moe_layer_rejects_misfits_before_compilation():
     layer, plan = layer_of("softmax"), replayed()
     call = functools.partial(jax.eval_shape, functools.partial(layer, parallel=PARALLEL))

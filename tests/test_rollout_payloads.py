@@ -293,3 +293,5 @@ def test_replay_from_rollout_names_a_damaged_router_trace(old, new, message):
     lines[2] = lines[2].replace(old, new)
     with pytest.raises(ValueError, match=rf"^layout 'megatron_router_tracer': stream 0, line 3: .*{message}"):
         traced([lines])
+    with pytest.raises(ValueError, match="stream 0, line 2: expected a line of text, found ndarray"):
+        traced([[lines[0], np.zeros((2, 3), int)]])

@@ -34,6 +34,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert_spec
 from relibra_jax.support.argument_types import checks_arguments
+from relibra_jax.support.limits import check_integer
 
 REPLICATED: Final = PartitionSpec()
 """The sharding spec of replicated parameters."""
@@ -80,7 +81,8 @@ class MoELayer(nnx.Module):
         rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:
-        ValueError: if the gating does not fit the number of experts, or the activation is unknown.
+        ValueError: if the gating does not fit the number of experts, a width is too small, or the activation is
+            unknown.
 
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
@@ -114,6 +116,9 @@ class MoELayer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_gating(gating, topology.num_experts)
+        check_integer("width", width, least=1)
+        check_integer("expert_width", expert_width, least=1)
+        check_integer("shared_width", shared_width, least=0)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
         if expert_mlp is None and (expert_biases or activation != "swiglu"):

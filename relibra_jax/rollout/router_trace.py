@@ -40,6 +40,11 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
     for number, stream in enumerate(sequence(source, of="streams, one per rank, as the source")):
         stream_ranks = set()
         for line_number, line in enumerate(sequence(stream, of="lines"), start=1):
+            if not hasattr(line, "strip"):
+                found = type(line).__name__
+                raise ValueError(
+                    f"stream {number}, line {line_number}: expected a line of text, found {found}"
+                )
             if not line.strip():
                 continue
             try:
