@@ -95,7 +95,11 @@ def assert_same_learning(one, other, *, expected_updates):
     for name, value in expected_params.items():
         moved = np.linalg.norm(value - start[name])
         assert moved > 1e-3, name
-        assert np.linalg.norm(actual[name] - value) < TOLERANCE * moved, name
+        difference = np.sort(np.abs(actual[name] - value), axis=None)
+        # Adam divides a gradient by its size. Where it is nearly zero, rounding alone moves a weight: of few weights.
+        few = difference.size // 1000
+        assert np.linalg.norm(difference[: difference.size - few]) < TOLERANCE / 2 * moved, name
+        assert difference[-1] < 0.1 * np.abs(value - start[name]).max(), name
 
 
 @pytest.mark.long
