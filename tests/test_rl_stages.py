@@ -6,6 +6,7 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -24,10 +25,13 @@ from experiments.rl.step_clock import StepClock
 from experiments.rl.targets import add_targets
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
+from relibra_jax import relibra
 from relibra_jax.contract.plan import resident_experts
+from relibra_jax.contract.planner import Placement
 from relibra_jax.contract.replay import expert_load
 from relibra_jax.contract.types import EMPTY, RoutingReplay
 from relibra_jax.nnx import get_homes
+from relibra_jax.planning.planners import PlannerEntry
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 OPTIONS = SMALL | {"warmup_steps": 0, "steps": 1, "updates": 2, "epochs": 1}
@@ -102,10 +106,23 @@ def assert_same_learning(one, other, *, expected_updates):
         assert difference[-1] < 0.1 * np.abs(value - start[name]).max(), name
 
 
+def place_residents(request, previous_home, topology, *, key):
+    """Leave experts where they are. Each rank has a resident: the first expert of the same rank in the next node."""
+    ranks = np.roll(np.arange(topology.num_ranks).reshape(topology.num_nodes, -1), -1, 0)
+    expert_of_slot = jnp.argsort(previous_home, axis=1)
+    return Placement(previous_home, expert_of_slot[:, ranks * topology.home_slots][..., None])
+
+
 @pytest.mark.long
-def test_planned_updates_learn_the_same_as_static_placement():
-    """The planned run has residents, pushed for each update, and a recompute in one micro-batch."""
-    planned = learn_all(resident_slots=1, recompute_micro_batches=1)
+def test_planned_updates_learn_the_same_as_static_placement(monkeypatch):
+    """The planned run has residents, pushed for each update, and a recompute in one micro-batch.
+
+    So few tokens pay for no residents, so they are placed without a price.
+    """
+    with monkeypatch.context() as patch:
+        entry = PlannerEntry(planner=relibra(place=place_residents), summary="residents")
+        patch.setattr(Train, "planner_entry", property(lambda _: entry))
+        planned = learn_all(resident_slots=1, recompute_micro_batches=1, price="balance")
     assert_same_learning(planned, learn_all(planner="static"), expected_updates=2)
     stages = planned[-1]
     (recompute,) = stages.recompute
