@@ -249,9 +249,7 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
     tokens, used = 0, np.zeros(ids.shape[2], bool)
     for sample, real in enumerate(mask):
         rows = ids[sample][real]
-        if fault := find_fault(rows, num_experts=num_experts):
-            row, layer, problem = fault
-            raise ValueError(f"sample {sample}, token {np.flatnonzero(real)[row]}, layer {layer}: {problem}")
+        _check_rows(rows, sample, real, num_experts=num_experts)
         if ids.shape[3] == 1:  # with more experts of a token, a layer of zeros is a fault of any sample
             tokens, used = tokens + len(rows), used | rows.any(axis=(0, 2))
     if unused := find_unused_layer(used, tokens, num_experts=num_experts):
@@ -291,11 +289,14 @@ def check_counted(
     copies, num_experts = np.asarray(load).sum(-1, dtype=np.int64), load.shape[-1]
     short = copies != np.asarray(lengths, np.int64)[:, None] * ids.shape[3]
     for sample in np.flatnonzero(short.any(1))[:1].tolist():
-        rows = ids[sample][mask[sample]]
-        row, layer, k = np.argwhere((rows < 0) | (rows >= num_experts))[0].tolist()
-        token = np.flatnonzero(mask[sample])[row]
-        problem = outside(int(rows[row, layer, k]), num_experts)
-        raise ValueError(f"sample {sample}, token {token}, layer {layer}: {problem}")
+        _check_rows(ids[sample][mask[sample]], sample, mask[sample], num_experts=num_experts)
+
+
+def _check_rows(rows: np.ndarray, sample: int, real: np.ndarray, *, num_experts: int) -> None:
+    """Raise ValueError for the first fault in the routes of a sample's real tokens (`find_fault`)."""
+    if fault := find_fault(rows, num_experts=num_experts):
+        row, layer, problem = fault
+        raise ValueError(f"sample {sample}, token {np.flatnonzero(real)[row]}, layer {layer}: {problem}")
 
 
 def locate(mask: np.ndarray, row: int) -> tuple[int, int]:
