@@ -331,10 +331,11 @@ class Balancer:
         """
         if own is not None and replay is None:
             raise ValueError("own names the samples of a replay, and there is none")
-        check_exchanges(self.parallel)
+        is_live = replay is None and counts is None
+        check_exchanges(self.live if is_live else self.parallel)
         self._set_cost(model)
         stages = self._over_groups(stages)
-        if replay is None and counts is None:
+        if is_live:
             live = self._live_stages(stages, mask, capacities)
             put_on_mesh(model, optimizer, self.parallel.mesh)
             return live
