@@ -11,7 +11,7 @@ from typing import Any
 from relibra_jax.contract.types import Topology
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.routing.exchange_rules import between_nodes
-from relibra_jax.routing.sizes import fitted_lanes, round_capacity, with_spare_room
+from relibra_jax.routing.sizes import round_capacity, with_spare_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,8 @@ def _sent(run: CostModel, kind: str, part: float, ranks: int, *, across: int) ->
     ``across`` of them are on other nodes.
     """
     ragged = kind == "ragged"
-    lane = part if ragged else _lane(part, kind, run)
+    # The lengths of a fitted exchange are fitted to lanes that are all equally long.
+    lane = room(part, run) if kind == "padded" else part
     return {
         "kind": kind,
         "ranks": ranks,
@@ -114,13 +115,6 @@ def room(rows: float, run: CostModel) -> float:
     """Return the rows of a buffer that holds ``rows`` rows, as `relibra_jax.routing.sizes.padded_rows` does."""
     size = round_capacity(math.ceil(rows))
     return float(with_spare_room(size) if run.spare_room else size)
-
-
-def _lane(rows: float, kind: str, run: CostModel) -> float:
-    """Return the rows that a padded or fitted exchange sends of every lane, if the longest lane has ``rows``."""
-    pair = int(room(rows, run))
-    lengths = fitted_lanes(pair) if kind == "fitted" else (pair,)
-    return float(next(length for length in lengths if length >= rows))
 
 
 def visit_share(topology: Topology, top_k: int, *, of_ranks: bool = False) -> float:

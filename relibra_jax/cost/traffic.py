@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.types import Array, LayerPlan, Price, Topology, check_shape, visited_ranks
 from relibra_jax.routing.exchange_rules import IN_LANES, between_nodes
-from relibra_jax.routing.sizes import fitted_lane, layer_sixteenths, padded_rows
+from relibra_jax.routing.lane_lengths import sent_lanes
+from relibra_jax.routing.sizes import layer_sixteenths, padded_rows
 from relibra_jax.routing.split import pair_load
 
 
@@ -246,10 +247,7 @@ def _lanes(
     if cost.exchange != "fitted":
         lanes = [jnp.broadcast_to(pair, each.shape) for each, pair in zip(longest, pairs, strict=True)]
     elif cost.pieces == 1:
-        lanes = [
-            fitted_lane(each * cost.scale, pair * cost.scale) / cost.scale
-            for each, pair in zip(longest, pairs, strict=True)
-        ]
+        lanes = list(map(sent_lanes, longest))
     else:
         scaled = ([cost.scale * each for each in sizes] for sizes in (longest, pairs))
         part = layer_sixteenths(*scaled) / 16

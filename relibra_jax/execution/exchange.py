@@ -6,9 +6,10 @@ sends no sizes. There are four kinds:
 - ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
   as long as the longest of any layer and micro-batch. The rows that a rank keeps are after its lanes, so that they make
   no lane longer.
-- ``fitted``: lanes of one of ten lengths, the least that suffices for the layer and micro-batch. All ranks know that
-  length beforehand, so that they choose the same all-to-all. One compiled program has all of them. Layers in pieces
-  choose once for all their exchanges, among four lengths (`relibra_jax.execution.pipeline`).
+- ``fitted``: lanes of one of ten lengths, the least that suffices for the layer and micro-batch
+  (`relibra_jax.routing.lane_lengths`). All ranks know that length beforehand, so that they choose the same all-to-all.
+  One compiled program has all of them. Layers in pieces choose once for all their exchanges, among four lengths
+  (`relibra_jax.execution.pipeline`).
 - ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. Rows arrive in the order
   of the receiver's slots, so that nothing has to arrange them. It works inside a node; between nodes, exchanges are
   fitted. Between several GPUs it is unproven, and `relibra_jax.execution.exchange_check` proves it on a machine. Tests
@@ -32,8 +33,9 @@ from jaxtyping import Int, Num
 from relibra_jax.contract.types import EMPTY
 from relibra_jax.execution.mesh import RANKS, vary_over
 from relibra_jax.routing.exchange_rules import IN_LANES
+from relibra_jax.routing.lane_lengths import lane_lengths
 from relibra_jax.routing.segments import segment_rows, starts
-from relibra_jax.routing.sizes import ExchangeSizes, fitted_lanes
+from relibra_jax.routing.sizes import ExchangeSizes
 
 NCCL_EP: Final = "nccl_ep"
 KINDS: Final = (*IN_LANES, "ragged", "emulated", NCCL_EP)
@@ -99,7 +101,7 @@ class Exchange:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of which a fitted exchange sends one of every lane, ascending."""
-        return fitted_lanes(self.sizes.pair)
+        return lane_lengths(self.sizes.pair, self.sizes.lengths)
 
     @property
     def chosen_length(self) -> int | None:

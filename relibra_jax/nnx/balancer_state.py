@@ -24,6 +24,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.exchange_rules import Way
+from relibra_jax.routing.lane_lengths import FITTED
 from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sequence_packing import SequenceLayout
@@ -247,7 +248,7 @@ def sizes_from_names(names: Iterable[str]) -> dict[str, Capacities]:
     }
 
 
-_NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
+_NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0, lengths=(0,) * FITTED)
 _NO_PUSH = PushSizes(exports=0, pair=0, own=0)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,14 @@ from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
+from relibra_jax.routing.lane_lengths import fitted_lengths
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
 from relibra_jax.support.argument_types import checks_arguments
 
-LANE_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
-"""The lengths of lanes among which a fitted exchange chooses, in sixteenths of the buffer's. Each is a compiled branch.
-With spare room, the longest lanes of a batch end below the 13th, and most of the others above the 8th."""
 LAYER_SIXTEENTHS: Final = (9, 11, 13, 16)
-"""The same for layers in pieces, which choose once for all hops and pieces. Each is a compiled branch of the layer."""
+"""The lengths of lanes among which a fitted exchange of layers in pieces chooses once for all hops and pieces, in
+sixteenths of the buffer's. Each is a compiled branch of the layer."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +44,9 @@ class ExchangeSizes:
     """The most rows that one rank sends."""
     receive: int
     """The most rows that one rank receives."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of lanes that are fitted to the batch that was counted, ascending
+    (`relibra_jax.routing.lane_lengths`). A fitted exchange chooses among them; none if nothing was counted."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +102,8 @@ def count_capacities(
     >>> sizes.rows, sizes.flat.pair, sizes.flat.own, sizes.exports
     (80, 24, 64, 1)
     """
-    most = {name: int(value) for name, value in _count(layer_plans, topology).items()}
+    most, longest = _count(layer_plans, topology)
+    most = {name: int(value) for name, value in most.items()}
     rows = round_capacity(most["rows"])
     node = None
     if visits is not None:
@@ -109,15 +112,19 @@ def count_capacities(
         by_rank = visits.reshape(*visits.shape[:2], visited.num_nodes, visited.ranks_per_node, -1)
         visits = np.asarray(visits)
         stays = np.repeat(np.eye(visited.num_nodes, dtype=bool), visited.ranks_per_node, 0)
+        away = np.where(stays, 0, visits).max((2, 3))
         node = ExchangeSizes(
-            pair=round_capacity(int(np.where(stays, 0, visits).max(initial=0))),
+            pair=round_capacity(int(away.max())),
             own=round_capacity(int(np.where(stays, visits, 0).max(initial=0))),
             send=round_capacity(int(visits.sum(-1).max(initial=0))),
             receive=round_capacity(int(by_rank.sum(2).max(initial=0))),
+            lengths=_fit(away),
         )
     flat, local = (
         ExchangeSizes(
-            **{size: round_capacity(most[f"{name}_{size}"]) for size in ("pair", "own", "send")}, receive=rows
+            **{size: round_capacity(most[f"{name}_{size}"]) for size in ("pair", "own", "send")},
+            receive=rows,
+            lengths=_fit(longest[name]),
         )
         for name in ("flat", "local")
     )
@@ -183,7 +190,7 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
     available, required = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): size
-            for path, size in jax.tree.leaves_with_path(each)
+            for path, size in jax.tree.leaves_with_path(_without_lengths(each))
         }
         for each in (have, need)
     )
@@ -202,7 +209,8 @@ def grow_capacities(
     Args:
         have: the sizes of the batches so far. None before the first batch.
         need: the sizes that the next batch needs. ``node`` and ``push`` are None in the result if either argument has
-            not counted them.
+            not counted them. The lengths of lanes
+            are kept as long as the buffer of lanes is.
         round_up: maps a needed size to the size that a growing buffer gets. Larger buffers cost memory and save
             compilations.
 
@@ -218,7 +226,29 @@ def grow_capacities(
     for name in ("node", "push"):
         if getattr(have, name) is None or getattr(need, name) is None:
             have, need = (dataclasses.replace(each, **{name: None}) for each in (have, need))
-    return jax.tree.map(lambda size, needed: size if needed <= size else round_up(needed), have, need)
+
+    def grow(size, needed):
+        if isinstance(size, ExchangeSizes):
+            grown = {name: grow(getattr(size, name), getattr(needed, name)) for name in _SIZES}
+            keeps = size.lengths and needed.pair <= size.pair
+            return ExchangeSizes(**grown, lengths=(size if keeps else needed).lengths)
+        return size if needed <= size else round_up(needed)
+
+    return jax.tree.map(grow, have, need, is_leaf=lambda size: isinstance(size, ExchangeSizes))
+
+
+_SIZES: Final = ("pair", "own", "send", "receive")
+
+
+def _without_lengths(capacities: Capacities) -> Capacities:
+    def without(size: Any) -> Any:
+        return dataclasses.replace(size, lengths=()) if isinstance(size, ExchangeSizes) else size
+
+    return jax.tree.map(without, capacities, is_leaf=lambda size: isinstance(size, ExchangeSizes))
+
+
+def _fit(longest: Int[Array, "M L"]) -> tuple[int, ...]:
+    return tuple(map(int, fitted_lengths(longest)))
 
 
 def round_capacity(count: int) -> int:
@@ -259,21 +289,6 @@ def padded_rows(size: Float[Array, "*sizes"], *, spare_room: bool) -> Float[jax.
     return _round_up(jnp.floor(rows * 1.25)) if spare_room else rows
 
 
-def fitted_lane(longest: Num[Array, "*sizes"], pair: Float[Array, ""] | float) -> Float[jax.Array, "*sizes"]:
-    """Return the lengths of lanes that a fitted exchange sends, under jit: the least of `fitted_lanes` that suffices.
-
-    Args:
-        longest: the rows of the longest lane of each exchange.
-        pair: the lane of the buffer, `ExchangeSizes.pair`.
-
-    >>> fitted_lane(jnp.array([0.0, 1.0, 101.0, 160.0]), 160.0).tolist()
-    [0.0, 30.0, 110.0, 160.0]
-    """
-    lanes = jnp.ceil(jnp.asarray(pair, jnp.float32) * np.array(LANE_SIXTEENTHS, np.float32) / 16)
-    number = jnp.searchsorted(lanes, jnp.asarray(longest, jnp.float32))
-    return lanes[jnp.minimum(number, len(LANE_SIXTEENTHS) - 1)]
-
-
 def layer_sixteenths(
     longest: Sequence[Num[Array, "*sizes"]], pairs: Sequence[Float[Array, ""]]
 ) -> Float[jax.Array, "*sizes"]:
@@ -288,15 +303,6 @@ def layer_sixteenths(
         for each, pair in zip(longest, pairs, strict=True)
     ]
     return choices[jnp.minimum(functools.reduce(jnp.maximum, needed), len(choices) - 1)]
-
-
-def fitted_lanes(pair: int) -> tuple[int, ...]:
-    """Return the lengths that lanes of a fitted exchange can have, ascending, for a buffer with lanes of ``pair`` rows.
-
-    >>> fitted_lanes(160)
-    (0, 30, 60, 80, 90, 100, 110, 120, 130, 160)
-    """
-    return tuple(sorted({-(-pair * part // 16) for part in LANE_SIXTEENTHS}))
 
 
 def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
@@ -318,8 +324,11 @@ def power_of_two(size: Float[Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
-    """Count the most rows and exports of any micro-batch, layer and rank, by name."""
+def _count(
+    layer_plans: LayerPlan, topology: Topology
+) -> tuple[dict[str, jax.Array], dict[str, Int[jax.Array, "M L"]]]:
+    """Count the most rows and exports of any micro-batch, layer and rank, by name, and the longest lanes of each
+    layer and micro-batch."""
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
 
     def one_layer(plan: LayerPlan) -> dict[str, jax.Array]:
@@ -339,7 +348,8 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
         }
 
     counts = jax.lax.map(jax.vmap(one_layer), jax.tree.map(jnp.asarray, layer_plans))
-    return {name: values.max() for name, values in counts.items()}
+    most = {name: values.max() for name, values in counts.items()}
+    return most, {name: counts[f"{name}_pair"] for name in ("flat", "local")}
 
 
 def export_count(plan: LayerPlan, topology: Topology) -> Int[jax.Array, " P"]:
