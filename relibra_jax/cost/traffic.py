@@ -247,7 +247,7 @@ def _lanes(
     if cost.exchange != "fitted":
         lanes = [jnp.broadcast_to(pair, each.shape) for each, pair in zip(longest, pairs, strict=True)]
     elif cost.pieces == 1:
-        lanes = list(map(sent_lanes, longest))
+        lanes = [sent_lanes(each.astype(jnp.float32)) for each in longest]
     else:
         scaled = ([cost.scale * each for each in sizes] for sizes in (longest, pairs))
         part = layer_sixteenths(*scaled) / 16

@@ -209,8 +209,7 @@ def grow_capacities(
     Args:
         have: the sizes of the batches so far. None before the first batch.
         need: the sizes that the next batch needs. ``node`` and ``push`` are None in the result if either argument has
-            not counted them. The lengths of lanes
-            are kept as long as the buffer of lanes is.
+            not counted them. Lengths of lanes are kept as long as their buffer is.
         round_up: maps a needed size to the size that a growing buffer gets. Larger buffers cost memory and save
             compilations.
 
@@ -219,7 +218,7 @@ def grow_capacities(
     >>> grow_capacities(large, small) == grow_capacities(small, large) == large
     True
     >>> grow_capacities(small, large, round_up=lambda size: 1 << size.bit_length()).flat
-    ExchangeSizes(pair=64, own=64, send=64, receive=512)
+    ExchangeSizes(pair=64, own=64, send=64, receive=512, lengths=())
     """
     if have is None:
         have = jax.tree.map(lambda _: 0, need)
