@@ -116,6 +116,7 @@ def test_grow_capacities_holds_both_batches(batch):
     check_capacities(grown, small)
     check_capacities(grown, large)
     assert grow_capacities(grown, small) == grown
+    assert grown.flat.lengths == max(small.flat, large.flat, key=lambda sizes: sizes.pair).lengths
     assert grow_capacities(small, worst_case_capacities(TOKENS, TOP_K, TOPOLOGY)).node is None
 
 
@@ -168,13 +169,15 @@ def test_check_capacities_needs_the_node_hop_to_be_counted(batch):
 
 
 def test_count_capacities_counts_data_parallel_copies_as_micro_batches():
-    """The sizes of micro-batches that share a step are the maximum over them."""
+    """The sizes of micro-batches that share a step are the maximum over them. Lengths of lanes are fitted to all."""
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
     sizes = [count_capacities(each, TOPOLOGY) for each in parts]
     # The copies of one batch share their residents; the copies of two batches do not.
     together, apart = count_capacities(together, TOPOLOGY), grow_capacities(*sizes)
-    assert dataclasses.replace(together, push=None) == dataclasses.replace(apart, push=None)
+    for one, other in ((together, apart), (apart, together)):
+        check_capacities(dataclasses.replace(one, push=None), dataclasses.replace(other, push=None))
+    assert together.flat.lengths[-1] == max(each.flat.lengths[-1] for each in sizes)
 
 
 @given(st.integers(0, 2**31 - 1))
