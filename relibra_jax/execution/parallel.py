@@ -381,6 +381,8 @@ class ExpertParallel:
 
     def _exchange(self, kind: str, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
+        if self.pieces > 1:  # pieces choose among parts of the whole lanes
+            sizes = dataclasses.replace(sizes, lengths=())
         return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
 
     def print_choices(self, top_k: int) -> None:

@@ -20,7 +20,7 @@ FITTED: Final = 6
 POINTS: Final = 64
 """The most lanes of a batch from whose lengths the fitted ones are chosen, evenly spread in ascending order."""
 UNCOUNTED_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
-"""The lengths of buffers that were not counted, in sixteenths of their lanes."""
+"""The lengths of buffers that were not counted, and of layers in pieces, in sixteenths of the buffers' lanes."""
 
 
 @jax.jit
@@ -63,7 +63,7 @@ def lane_lengths(pair: int, fitted: tuple[int, ...]) -> tuple[int, ...]:
 
     Args:
         pair: the lane of the buffer, `relibra_jax.routing.sizes.ExchangeSizes.pair`.
-        fitted: the lengths that were fitted to a batch; none for a buffer that was not counted.
+        fitted: the lengths that were fitted to a batch; none for a buffer that was not counted, or for pieces.
 
     >>> lane_lengths(160, (100, 104, 110, 120, 124, 128))
     (0, 50, 100, 104, 110, 120, 124, 128, 136, 160)
