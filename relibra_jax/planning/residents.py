@@ -3,8 +3,9 @@
 Weights do not change between two optimizer steps, so one push of an expert to a node serves all micro-batches of an
 update. On the hierarchical path, a resident saves the crossing of a token only if it was the token's *only* expert on
 the node of its home; with the resident, another expert may become the only one. So a crossing that serves one expert
-counts whole, one that serves several counts for each of them by a power of `SHARE`, and residents are chosen greedily:
-each time the expert that saves the node most time, for all nodes in parallel.
+counts whole, one that serves several counts for each of them by a power of `SHARE`. An exchange waits for the pair of
+nodes between which most tokens cross, so crossings between other pairs count less. Residents are chosen greedily: each
+time the expert that saves the node most time, for all nodes in parallel.
 """
 
 import functools
@@ -66,7 +67,12 @@ def choose_residents(
         tokens = tokens._replace(bits=jnp.take_along_axis(tokens.bits, order[:, None, None, None], axis=0))
 
     def choose(holds: Bool[jax.Array, "N E L"], _):
-        saved = copies if tokens is None else _crossing_shares(tokens, holds)
+        if tokens is None:
+            saved = jnp.where(holds, 0, copies)
+            crossings = saved.reshape(nodes, nodes, size, layers).sum(2)
+        else:
+            saved, crossings = _crossing_shares(tokens, holds)
+        saved *= jnp.repeat(_waits(crossings), size, axis=1)
         pays = crossing * saved > push
 
         def best(chosen, _):
@@ -172,10 +178,21 @@ def residents_on_ranks(
     return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
-def _crossing_shares(tokens: TokenBits, holds: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
+def _waits(crossings: Float[jax.Array, "N N L"]) -> Float[jax.Array, "N N L"]:
+    """Return how much a crossing counts from one node to another: 1 where most tokens cross, and less elsewhere."""
+    most = jnp.maximum(crossings.max((0, 1)), jnp.finfo(jnp.float32).tiny)
+    return (crossings / most) ** 2
+
+
+def _crossing_shares(
+    tokens: TokenBits, holds: Bool[jax.Array, "N E L"]
+) -> tuple[Float[jax.Array, "N E L"], Float[jax.Array, "N N L"]]:
     """Sum what each expert counts of the crossings of each node's tokens; experts are sorted by their homes' node.
 
     A crossing serves all experts that a token has on a node, and counts for each of them by a power of `SHARE`.
+
+    Returns:
+        What each expert counts, and all crossings from each node to each.
     """
     nodes = len(holds)
     remote = jnp.where(holds.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits)
@@ -185,7 +202,8 @@ def _crossing_shares(tokens: TokenBits, holds: Bool[jax.Array, "N E L"]) -> Floa
     for others, (enough, more) in enumerate(itertools.pairwise([*at_least, jnp.zeros_like(at_least[0])])):
         exactly = (enough & ~more)[:, None]
         shares += tokens.weigh(remote & exactly).sum(2) * SHARE**others  # [N, size, N of the tokens, L]
-    return shares.reshape(-1, *shares.shape[2:]).swapaxes(0, 1)
+    crossings = tokens.weigh(at_least[0]).sum(1).swapaxes(0, 1)
+    return shares.reshape(-1, *shares.shape[2:]).swapaxes(0, 1), crossings
 
 
 def _at_least(bits: UInt32[jax.Array, "size ..."]) -> UInt32[jax.Array, "most ..."]:
