@@ -72,9 +72,10 @@ class Instance:
         target = home_node[self.ids, layer]  # [L M N GROUP K]
         visits = (target[..., None] == nodes).any(-2).sum(3) * (self.nodes / np.prod(self.ids.shape[1:4]))
         visits = visits * ~np.eye(self.nodes, dtype=bool)  # [L M from to]
-        busiest = np.maximum(visits.sum(2), visits.sum(3)).max(-1).sum(-1)
+        pairs = self.nodes * (self.nodes - 1)
+        waits = (self.nodes - 1) * ((visits**4).sum((2, 3)) / pairs) ** 0.25
         moves = (home_node != self.start).sum(0)
-        return load.max(0).sum(0) + crossing * busiest + move * moves
+        return load.max(0).sum(0) + crossing * waits.sum(-1) + move * moves
 
     def least(self, crossing, move):
         """Return the least time over all balanced placements."""

@@ -46,31 +46,36 @@ def choose(case, *, crossing, push, count, hierarchical):
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
     """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs.
 
-    A crossing counts less for each further expert that it serves. Of equal savings, the first by home node wins.
+    A crossing counts less for each further expert that it serves, and less than one between the two nodes between which
+    most tokens cross: by the square of how many cross. Of equal savings, the first by home node wins.
     """
     ids, token_node, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
-    for node, layer in np.ndindex(NODES, LAYERS):
-        home, experts = home_node[:, layer], set(np.nonzero(home_node[:, layer] == node)[0].tolist())
+    for layer in range(LAYERS):
+        home = home_node[:, layer]
         for _ in range(count):
-            if len(experts) == EXPERTS:
-                break
-            saved = {expert: copies[node, expert, layer] for expert in set(range(EXPERTS)) - experts}
+            saved, crossings = np.zeros((NODES, EXPERTS)), np.zeros((NODES, NODES))
+            held = resident[:, :, layer] | (home == np.arange(NODES)[:, None])
             if hierarchical:
-                saved = dict.fromkeys(saved, 0.0)
-                for token in ids[token_node == node, layer]:
-                    away = [int(expert) for expert in token if expert not in experts]
+                for node, token in zip(token_node, ids[:, layer], strict=True):
+                    away = [int(expert) for expert in token if not held[node, expert]]
                     for expert in away:
                         served = sum(home[other] == home[expert] for other in away)
-                        saved[expert] += NODES / TOKENS * SHARE ** (min(served, MOST_EXPERTS) - 1)
-            best = max(
-                sorted(saved, key=lambda expert: (home[expert], expert)),
-                key=lambda expert: round(saved[expert], 6),
-            )
-            if crossing * saved[best] <= push:
-                break
-            experts.add(best)
-            resident[node, best, layer] = True
+                        saved[node, expert] += NODES / TOKENS * SHARE ** (min(served, MOST_EXPERTS) - 1)
+                    for other in {int(home[expert]) for expert in away}:
+                        crossings[node, other] += NODES / TOKENS
+            else:
+                saved = np.where(held, 0, copies[:, :, layer])
+                np.add.at(crossings.T, home, saved.T)
+            saved *= ((crossings / max(crossings.max(), 1e-30)) ** 2)[:, home]
+            for node in range(NODES):
+                if held[node].all():
+                    continue
+                best = max(
+                    sorted(np.flatnonzero(~held[node]), key=lambda expert: (home[expert], expert)),
+                    key=lambda expert: round(saved[node, expert], 6),
+                )
+                resident[node, best, layer] = crossing * saved[node, best] > push
     return resident
 
 

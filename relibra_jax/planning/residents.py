@@ -180,7 +180,7 @@ def residents_on_ranks(
 
 def _waits(crossings: Float[jax.Array, "N N L"]) -> Float[jax.Array, "N N L"]:
     """Return how much a crossing counts from one node to another: 1 where most tokens cross, and less elsewhere."""
-    most = jnp.maximum(crossings.max((0, 1)), jnp.finfo(jnp.float32).tiny)
+    most = jnp.maximum(crossings.max((0, 1), keepdims=True), jnp.finfo(jnp.float32).tiny)
     return (crossings / most) ** 2
 
 
