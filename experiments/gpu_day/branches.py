@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.timing import median_seconds
 from experiments.ladder.facts import print_facts
-from relibra_jax.routing.lane_lengths import lane_lengths
+from relibra_jax.routing.lane_lengths import UNFITTED, lane_lengths
 
-WAYS: Final = len(lane_lengths(1024, ()))
+WAYS: Final = len(lane_lengths(1024, UNFITTED))
 """The number of branches, as many as a fitted exchange has lengths."""
 STEPS: Final = 48
 """The number of steps of the scan, as many as Qwen3-30B-A3B has layers."""

@@ -44,6 +44,7 @@ from relibra_jax.routing.exchange_rules import (
     ragged_on_a_node,
 )
 from relibra_jax.routing.host_share import HostSizes
+from relibra_jax.routing.lane_lengths import UNFITTED
 from relibra_jax.routing.sizes import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.support.argument_types import checks_arguments
 from relibra_jax.support.limits import check_integer
@@ -382,7 +383,7 @@ class ExpertParallel:
     def _exchange(self, kind: str, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         if self.pieces > 1:  # pieces choose among parts of the whole lanes
-            sizes = dataclasses.replace(sizes, lengths=())
+            sizes = dataclasses.replace(sizes, lengths=UNFITTED)
         return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
 
     def print_choices(self, top_k: int) -> None:

@@ -24,7 +24,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.batch_routes import BatchRoutes
 from relibra_jax.nnx.stage_plans import on_host
 from relibra_jax.routing.exchange_rules import Way
-from relibra_jax.routing.lane_lengths import FITTED
+from relibra_jax.routing.lane_lengths import UNFITTED
 from relibra_jax.routing.pieces import split_plan
 from relibra_jax.routing.resident_push import PushSizes
 from relibra_jax.routing.sequence_packing import SequenceLayout
@@ -212,7 +212,12 @@ def count_sizes(
                         visited = np.minimum(visited, most_copies(part_plan, topology))
                 elif crosses:
                     visited = most_visits(lengths, part_plan, topology)
-                sizes = _grow(sizes, count_capacities(part_plan.layer_plans(), topology, visits=visited))
+                need = count_capacities(part_plan.layer_plans(), topology, visits=visited)
+                if (
+                    part is None and need.node is not None
+                ):  # such bounds say little about the lengths of lanes
+                    need = dataclasses.replace(need, node=dataclasses.replace(need.node, lengths=UNFITTED))
+                sizes = _grow(sizes, need)
                 of_pieces.append(visited)
         grown[shape] = sizes
         visits.append(functools.reduce(np.add, of_pieces) if crosses else None)
@@ -248,7 +253,7 @@ def sizes_from_names(names: Iterable[str]) -> dict[str, Capacities]:
     }
 
 
-_NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0, lengths=(0,) * FITTED)
+_NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
 _NO_PUSH = PushSizes(exports=0, pair=0, own=0)
 
 

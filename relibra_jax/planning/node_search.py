@@ -8,7 +8,7 @@ where ``load`` is a multiple of the mean node's load in the batch, and ``lane`` 
 nodes, of the distinct tokens that cross from one to the other, as multiples of a node's tokens
 (`relibra_jax.planning.token_bits`). Every micro-batch waits for its fullest node, and for the pair of nodes with the
 longest lanes. The maximum over pairs would be a worse guide: few swaps change it, and the sampled tokens do not tell
-which pair it is. With the sum of the busiest node instead, plans for four nodes took 0.5 to 1% longer.
+which pair it is. With the sum of the busiest node instead, plans for four nodes took 0.2 to 1.2% longer.
 
 The search is annealing over swaps (`relibra_jax.planning.annealing`). A step prices the swap of one expert with a few
 experts of one other node. Bit planes keep the number of experts that each token has

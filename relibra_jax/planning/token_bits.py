@@ -24,7 +24,7 @@ the groups need more words. On the recorded trace, half as many words cost 0.3% 
 gained 0.3%."""
 WORDS_A_GROUP: Final = 4
 """The fewest words of a group, 128 tokens. Micro-batches that would have fewer are counted together. With fewer words
-the search overfits the sample, because the busiest node of each micro-batch is then mostly noise."""
+the search overfits the sample, because the pair of nodes with the most tokens of a micro-batch is then mostly noise."""
 
 
 class TokenBits(NamedTuple):

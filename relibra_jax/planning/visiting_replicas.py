@@ -89,7 +89,7 @@ def _choose_visitors(
     topology: Topology,
     visitors: int,
 ) -> Bool[jax.Array, "N E stack"]:
-    """Choose the experts of other nodes of which each node has the most token copies."""
+    """Choose the experts of other nodes whose copies save each node most, as residents of loads are chosen."""
     copies = jnp.moveaxis(jnp.where(held, 0, load), 0, -1).astype(jnp.float32)
     count = topology.ranks_per_node * visitors
     return choose_residents(None, copies, home_node.T, crossing=1.0, push=0.0, count=count)

@@ -1,9 +1,9 @@
 """The lengths of lanes among which a fitted exchange chooses.
 
-A fitted exchange sends, in each layer and micro-batch, only the least of ten lengths that suffices for the longest
-lane. Each length is a compiled branch, so they are few, and they are fitted to a batch when its buffers are counted:
-of all sets of `FITTED` lengths, those with which the batch sends the fewest rows. Lengths for other batches are beside
-them: none, half of the least, and two above the longest, the last of which is the whole buffer.
+A fitted exchange sends, in each layer and micro-batch, only the least of at most ten lengths that suffices for the
+longest lane. Each length is a compiled branch, so they are few, and they are fitted to a batch when its buffers are
+counted: of all sets of `FITTED` lengths, those with which the batch sends the fewest rows. Lengths for other batches
+are beside them: none, half of the least, and two above the longest, the last of which is the whole buffer.
 """
 
 from typing import Final
@@ -17,10 +17,13 @@ from relibra_jax.contract.types import Array
 
 FITTED: Final = 6
 """The number of lengths that are fitted to a batch."""
+UNFITTED: Final = (0,) * FITTED
+"""The lengths of a buffer that was not counted."""
 POINTS: Final = 64
 """The most lanes of a batch from whose lengths the fitted ones are chosen, evenly spread in ascending order."""
 UNCOUNTED_SIXTEENTHS: Final = (0, 3, 6, 8, 9, 10, 11, 12, 13, 16)
-"""The lengths of buffers that were not counted, and of layers in pieces, in sixteenths of the buffers' lanes."""
+"""The lengths of buffers that were not counted, and of layers in pieces, in sixteenths of the buffers' lanes. Those of
+`relibra_jax.routing.sizes.LAYER_SIXTEENTHS` are among them."""
 
 
 @jax.jit
@@ -28,7 +31,8 @@ def fitted_lengths(longest: Num[Array, "*lanes"]) -> Num[jax.Array, " lengths"]:
     """Choose the `FITTED` lengths with which lanes are sent in the fewest rows, ascending, if each lane is sent in the
     least length that suffices.
 
-    They are exact for up to `POINTS` lanes. Works under jit.
+    Lanes without rows need no length; if fewer lengths are enough, the first are 0. They are exact for up to `POINTS`
+    lanes, of less than 16 million rows. Works under jit.
 
     Args:
         longest: the rows of the longest lane of each layer and micro-batch.
@@ -50,7 +54,7 @@ def fitted_lengths(longest: Num[Array, "*lanes"]) -> Num[jax.Array, " lengths"]:
         total = least[:, None] + rows
         return total.min(0), total.argmin(0)
 
-    _, begins = jax.lax.scan(with_one_more, jnp.where(index == 0, 0, too_many), length=FITTED)
+    _, begins = jax.lax.scan(with_one_more, jnp.where(points == 0, 0, too_many), length=FITTED)
 
     def before(end, begin):
         return begin[end], points[end]
@@ -63,17 +67,18 @@ def lane_lengths(pair: int, fitted: tuple[int, ...]) -> tuple[int, ...]:
 
     Args:
         pair: the lane of the buffer, `relibra_jax.routing.sizes.ExchangeSizes.pair`.
-        fitted: the lengths that were fitted to a batch; none for a buffer that was not counted, or for pieces.
+        fitted: the lengths that were fitted to a batch; `UNFITTED` for a buffer that was not counted, or for pieces.
 
     >>> lane_lengths(160, (100, 104, 110, 120, 124, 128))
     (0, 50, 100, 104, 110, 120, 124, 128, 136, 160)
-    >>> lane_lengths(160, ())
+    >>> lane_lengths(160, UNFITTED)
     (0, 30, 60, 80, 90, 100, 110, 120, 130, 160)
     """
-    if not fitted:
+    if not any(fitted):
         return tuple(sorted({-(-pair * part // 16) for part in UNCOUNTED_SIXTEENTHS}))
     above = fitted[-1] + -(-(pair - fitted[-1]) // 4)
-    return tuple(sorted({0, -(-fitted[0] // 2), *fitted, above, pair}))
+    least = min(length for length in fitted if length)
+    return tuple(sorted({0, -(-least // 2), *fitted, above, pair}))
 
 
 def sent_lanes(longest: Num[Array, "*lanes"]) -> Num[jax.Array, "*lanes"]:
@@ -84,7 +89,7 @@ def sent_lanes(longest: Num[Array, "*lanes"]) -> Num[jax.Array, "*lanes"]:
     """
     longest = jnp.asarray(longest)
     fitted = fitted_lengths(longest)
-    lengths = jnp.concatenate(
-        [jnp.zeros_like(fitted[:1]), jnp.ceil(fitted[:1] / 2).astype(fitted.dtype), fitted]
-    )
+    least = jnp.where(fitted > 0, fitted, fitted[-1]).min()
+    half = jnp.ceil(least / 2).astype(fitted.dtype)
+    lengths = jnp.concatenate([jnp.zeros_like(fitted[:1]), half[None], jnp.maximum(fitted, half)])
     return lengths[jnp.searchsorted(lengths, longest)]

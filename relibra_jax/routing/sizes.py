@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.contract.plan import copy_source
 from relibra_jax.contract.types import EMPTY, Array, LayerPlan, Topology, check_shape
-from relibra_jax.routing.lane_lengths import fitted_lengths
+from relibra_jax.routing.lane_lengths import UNFITTED, fitted_lengths
 from relibra_jax.routing.resident_push import PushSizes, push_sizes
 from relibra_jax.routing.split import pair_load
 from relibra_jax.support.argument_types import checks_arguments
@@ -44,9 +44,9 @@ class ExchangeSizes:
     """The most rows that one rank sends."""
     receive: int
     """The most rows that one rank receives."""
-    lengths: tuple[int, ...] = ()
-    """The lengths of lanes that are fitted to the batch that was counted, ascending
-    (`relibra_jax.routing.lane_lengths`). A fitted exchange chooses among them; none if nothing was counted."""
+    lengths: tuple[int, ...] = UNFITTED
+    """The lengths of lanes that are fitted to the batch that was counted, ascending. A fitted exchange chooses among
+    them and some more (`relibra_jax.routing.lane_lengths`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -190,7 +190,8 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
     available, required = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): size
-            for path, size in jax.tree.leaves_with_path(_without_lengths(each))
+            for path, size in jax.tree.leaves_with_path(each)
+            if not any(getattr(key, "name", None) == "lengths" for key in path)
         }
         for each in (have, need)
     )
@@ -218,7 +219,7 @@ def grow_capacities(
     >>> grow_capacities(large, small) == grow_capacities(small, large) == large
     True
     >>> grow_capacities(small, large, round_up=lambda size: 1 << size.bit_length()).flat
-    ExchangeSizes(pair=64, own=64, send=64, receive=512, lengths=())
+    ExchangeSizes(pair=64, own=64, send=64, receive=512, lengths=(0, 0, 0, 0, 0, 0))
     """
     if have is None:
         have = jax.tree.map(lambda _: 0, need)
@@ -228,22 +229,12 @@ def grow_capacities(
 
     def grow(size, needed):
         if isinstance(size, ExchangeSizes):
-            grown = {name: grow(getattr(size, name), getattr(needed, name)) for name in _SIZES}
-            keeps = size.lengths and needed.pair <= size.pair
-            return ExchangeSizes(**grown, lengths=(size if keeps else needed).lengths)
+            names = ("pair", "own", "send", "receive")
+            grown = {name: grow(getattr(size, name), getattr(needed, name)) for name in names}
+            return ExchangeSizes(**grown, lengths=(size if needed.pair <= size.pair else needed).lengths)
         return size if needed <= size else round_up(needed)
 
     return jax.tree.map(grow, have, need, is_leaf=lambda size: isinstance(size, ExchangeSizes))
-
-
-_SIZES: Final = ("pair", "own", "send", "receive")
-
-
-def _without_lengths(capacities: Capacities) -> Capacities:
-    def without(size: Any) -> Any:
-        return dataclasses.replace(size, lengths=()) if isinstance(size, ExchangeSizes) else size
-
-    return jax.tree.map(without, capacities, is_leaf=lambda size: isinstance(size, ExchangeSizes))
 
 
 def _fit(longest: Int[Array, "M L"]) -> tuple[int, ...]:
