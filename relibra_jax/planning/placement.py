@@ -70,7 +70,8 @@ def place_experts(
     With ``request.routes`` the search minimises modelled time: the largest node load and the exchange between pairs of
     nodes of every micro-batch, and the time of moving experts and pushing residents
     (`relibra_jax.planning.node_placement`). Experts that tokens choose together are placed together first
-    (`relibra_jax.planning.expert_quads`), unless the search starts from homes of an earlier round. If there are replica slots, the ranks of a node are then left to replicas.
+    (`relibra_jax.planning.expert_quads`), unless the search starts from homes of an earlier round. If there are replica
+    slots, the ranks of a node are then left to replicas.
     Without routes the search minimises imbalance over nodes and inside them, with prices for moves and for copies that
     cross. On a single node, where nothing crosses, ranks take the place of nodes if tokens are sent to a rank once
     (`relibra_jax.contract.types.Topology.visited`); otherwise the search minimises imbalance.
