@@ -5,14 +5,16 @@ in which micro-batch (sample packing, arXiv 2608.12146). The time of a step does
 is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  sum_m max_rank (attention of its samples)
-              +  crossing * mean_l sum_m max_rank (tokens that it sends or receives),
+              +  crossing * (N - 1) * mean_l sum_m (lane between nodes),
 
 the imbalance of the nodes over the batch, the time of attention, and that of crossings between nodes, all in units of
-balanced compute. No micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends
-only on its node, so it is computed once, as a table over nodes; with many layers and ranks, one table entry sums
-neighbouring layers. Simulated annealing improves a given assignment (`relibra_jax.planning.sample_search`). Finally the
-ranks of each micro-batch are exchanged if that lowers the total number of crossings, and micro-batches are ordered so
-that data-parallel groups take equally long in attention.
+balanced compute. A lane is a mean of the tokens that each rank sends to each other node
+(`relibra_jax.planning.lane_mean`), or that each node sends, if its ranks have equal lanes. No micro-batch and no rank
+exceeds its budget of tokens. The number of crossings of a sample depends only on its node, so it is computed once, as a
+table over nodes; with many layers and ranks, one table entry sums neighbouring layers. Simulated annealing improves a
+given assignment (`relibra_jax.planning.sample_search`). Finally the ranks of each micro-batch are exchanged if that
+lowers the total number of crossings, and micro-batches are ordered so that data-parallel groups take equally long in
+attention.
 """
 
 import functools
@@ -33,9 +35,8 @@ from relibra_jax.planning.sample_packing import check_micro_batches
 from relibra_jax.planning.sample_search import SampleProblem, search_samples
 from relibra_jax.support.argument_types import checks_arguments
 
-MAX_COUNTERS: Final = 512
-"""The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
-keeps the same number for received tokens."""
+MAX_COUNTERS: Final = 1024
+"""The most lanes that the search counts per micro-batch, one for each sender, node and group of layers."""
 
 
 @checks_arguments
@@ -172,7 +173,7 @@ def assign_samples(
     start: Assignment,
     price: Price = BALANCE,
     key: PRNGKeyArray | None,
-    token_budget: float = 1.05,
+    token_budget: float = 1.0,
     steps: int | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample so that the batch takes the least time.
@@ -180,7 +181,9 @@ def assign_samples(
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the module docstring states the objective.
 
     The token budget of a micro-batch or a rank is ``token_budget`` times the mean, but at least the longest sample and
-    at least what ``start`` needs. It is never exceeded.
+    at least what ``start`` needs. It is never exceeded. With the default, no rank's sequence becomes longer than under
+    ``start``; all sequences of a batch are as long as the longest. With 1.05 and four samples on a rank, modelled
+    attention took up to 2% longer, and a batch 0.3 to 0.5%.
 
     Args:
         batch: the samples. With routes and a price of hierarchical dispatch, crossings are distinct tokens per node;
@@ -225,7 +228,8 @@ def assign_samples(
     compute = jnp.float32(price.copy) * load / (layers * total)  # of a token
     attention = sample_attention(jnp.asarray(lengths, jnp.float32), price) / compute
     crossing_price = jnp.float32(price.crossing) / compute
-    groups = min(layers, max(1, MAX_COUNTERS // ranks))
+    senders = nodes if price.even_ranks else ranks
+    groups = min(layers, max(1, MAX_COUNTERS // (senders * nodes)))
     crossing = crossings_by_node(batch, placement, topology, hierarchical=price.hierarchical, groups=groups)
     length = jnp.append(jnp.asarray(lengths, jnp.int32), 0)
     micro_batches, *_, samples_per_rank = start.sample.shape
@@ -234,11 +238,11 @@ def assign_samples(
     problem = SampleProblem(
         jnp.pad(_node_share(batch.sample_load, placement.home, nodes), ((0, 1), (0, 0))),
         length,
-        jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (crossing_price * ranks / total),
+        jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (crossing_price * senders / total),
         jnp.append(attention, 0) * (ranks / total),
         _budgets(length, sample, ranks, token_budget),
     )
-    sample = search_samples(problem, sample, key, topology, hierarchical=price.hierarchical, steps=steps)
+    sample = search_samples(problem, sample, key, topology, senders=senders, steps=steps)
     sample = sample.reshape(micro_batches, ranks, samples_per_rank)
     sample = _exchange_ranks(sample, problem.crossing.sum((2, 3)), topology)
     waits = problem.attention[sample].sum(-1).max(1)

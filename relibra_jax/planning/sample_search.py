@@ -2,15 +2,16 @@
 
 The time of a batch, in units of a micro-batch's balanced compute, is
 
-    mean_l sum_m max_n load[l, m, n]  +  sum_m max_rank attention
-        +  mean_l sum_m max_rank max(sent, received)[l, m, rank],
+    mean_l sum_m max_n load[l, m, n]  +  sum_m max_rank attention  +  (N - 1) * mean_l sum_m lane[l, m],
 
-where ``load`` is the load of nodes, ``attention`` is the time of samples in attention, and ``sent`` and ``received``
-are the tokens that ranks exchange with other nodes, times their price. The homes of experts are fixed, so loads and
-exchanges are sums over samples of table entries. Each annealing step pairs micro-batches at random. Every pair draws
-one swap of a position of the first with one of a few positions of the second, or no swap, with probability
-proportional to ``exp(-objective / temperature)``. Positions belong to ranks and may be empty, so a swap can also be a
-move, and the budgets hold at every step.
+where ``load`` is the load of nodes, ``attention`` is the time of samples in attention, and ``lane`` is the mean of
+`relibra_jax.planning.lane_mean` over the tokens that each sender sends to each other node, times their price. A sender
+is a rank, or a node whose ranks dispatch like mixtures of its tokens. The homes of experts are fixed, so loads and
+lanes are sums over samples of table entries.
+
+Each annealing step pairs micro-batches at random. Every pair draws one swap of a position of the first with one of a
+few positions of the second, or no swap, with probability proportional to ``exp(-objective / temperature)``. Positions
+belong to ranks and may be empty, so a swap can also be a move, and the budgets hold at every step.
 """
 
 import functools
@@ -22,6 +23,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.contract.types import Topology
 from relibra_jax.planning.annealing import anneal, cooling, draw_bits, integers, scaled_noise
+from relibra_jax.planning.lane_mean import fourth_power, waited_rows
 
 HOTTEST: Final = 1e-3
 COLDEST: Final = 1e-4
@@ -58,11 +60,8 @@ class _Packing(NamedTuple):
     """[M ranks], the number of tokens of each rank."""
     attention: jax.Array
     """[M ranks], the time of each rank in attention."""
-    sent: jax.Array
-    """[M ranks groups], the crossings that each rank sends, by layer group, times their price."""
-    received: jax.Array
-    """[M receivers N groups], the crossings that each node receives at each of its ranks (or at all of them together),
-    times their price."""
+    lanes: jax.Array
+    """[M senders N groups], the crossings that each sender sends to each node, by layer group, times their price."""
 
 
 def search_samples(
@@ -71,7 +70,7 @@ def search_samples(
     key: PRNGKeyArray,
     topology: Topology,
     *,
-    hierarchical: bool,
+    senders: int,
     steps: int,
 ) -> Int[jax.Array, "M positions"]:
     """Search for the assignment of samples to positions that minimises the time of a batch.
@@ -84,8 +83,8 @@ def search_samples(
             the r-th run of positions.
         key: random key, consumed; the same key gives the same result.
         topology: the expert-parallel group.
-        hierarchical: whether tokens cross to the rank of the same local index in the other node. Otherwise all ranks of
-            a node receive the same amount.
+        senders: the number of ranks, each of which has lanes of its own, or of nodes if the ranks of a node have equal
+            lanes.
         steps: the number of annealing steps.
 
     Returns:
@@ -93,24 +92,20 @@ def search_samples(
     """
     if len(sample) == 1:
         return sample  # samples are exchanged between micro-batches only
-    return _anneal(problem, _packing(problem, sample, topology, hierarchical), key, topology, steps).sample
+    return _anneal(problem, _packing(problem, sample, topology, senders), key, topology, steps).sample
 
 
-def _packing(problem: SampleProblem, sample, topology: Topology, hierarchical: bool) -> _Packing:
+def _packing(problem: SampleProblem, sample, topology: Topology, senders: int) -> _Packing:
     micro_batches, positions = sample.shape
-    nodes, local = topology.num_nodes, topology.ranks_per_node
-    node = jnp.arange(positions) // (positions // nodes)
+    node = jnp.arange(positions) // (positions // topology.num_nodes)
     sends = problem.crossing[sample, node[None]]  # [M positions N groups]
-    sends = sends.reshape(micro_batches, nodes, local, -1, *sends.shape[2:]).sum(3)
-    received = sends.sum(1)
     tokens = problem.length[sample].reshape(micro_batches, topology.num_ranks, -1)
     return _Packing(
         sample,
         problem.share[sample].sum(1),
         tokens.sum(-1, dtype=jnp.int32),
         problem.attention[sample].reshape(micro_batches, topology.num_ranks, -1).sum(-1),
-        sends.sum(3).reshape(micro_batches, topology.num_ranks, -1),
-        received if hierarchical else received.mean(1, keepdims=True),
+        sends.reshape(micro_batches, senders, -1, *sends.shape[2:]).sum(2),
     )
 
 
@@ -152,20 +147,20 @@ def _propose(problem: SampleProblem, topology: Topology, packing: _Packing, draw
     swaps = _draw_swaps(problem, topology, packing, draw)
     pairing = swaps.pairing
 
-    def objective(load, attention, busiest):
+    def objective(load, attention, lanes):
         top = _largest(load.reshape(*load.shape[:-1], topology.num_nodes, -1), -2)
         # The barrier keeps the sum out of the fusion, in which XLA:CPU would not vectorise it.
-        waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
+        waits = jax.lax.optimization_barrier(jnp.concatenate([top, lanes], axis=-1))
         return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention.max(-1)).sum(0)
 
-    busiest, busiest_after = _busiest(pairing, swaps.rank, swaps.crossing)
+    lanes, lanes_after = _lane_waits(pairing, swaps.rank, swaps.crossing)
     tokens_after = pairing.tokens[:, :, None] + swaps.tokens
     attention_after = pairing.attention[:, :, None] + swaps.attention
-    swap_times = objective(pairing.load[:, :, None] + swaps.load, attention_after, busiest_after)
+    swap_times = objective(pairing.load[:, :, None] + swaps.load, attention_after, lanes_after)
     budget = problem.budget
     within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
     swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
-    stay_time = objective(pairing.load, pairing.attention, busiest)
+    stay_time = objective(pairing.load, pairing.attention, lanes)
     return jnp.concatenate([stay_time[:, None], swap_times], axis=1).T, swaps
 
 
@@ -220,47 +215,34 @@ def _apply(packing: _Packing, draw, swaps: _Swaps, choice: Int[jax.Array, " pair
         ]
     )
     crossing_change, rank = select(swaps.crossing), swaps.rank[:, option]
-    receiver, ranks_per_receiver = _receiver(rank, pairing)
     new_pairs = _Packing(
         sample,
         pairing.load + select(swaps.load),
         pairing.tokens + select(swaps.tokens),
         pairing.attention + select(swaps.attention),
-        pairing.sent.at[side, pair[None], rank].add(_total(crossing_change, 2)),
-        pairing.received.at[side, pair[None], receiver].add(crossing_change / ranks_per_receiver),
+        pairing.lanes.at[side, pair[None], _sender(rank, pairing)].add(crossing_change),
     )
     pairs_and_rest = zip(new_pairs, swaps.rest, strict=True)
     return _Packing(*(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest]) for x, rest in pairs_and_rest))
 
 
-def _busiest(pairing, rank, crossing_change):
-    """Return the crossings of the busiest rank, before the swap and after each option."""
-    receiver, ranks_per_receiver = _receiver(rank, pairing)
-    by_receiver = _largest(pairing.received, 3)  # [sides pairs receivers groups]
-    sent, received = (
-        jnp.take_along_axis(x, y[:, None, :, None], axis=2)
-        for x, y in ((pairing.sent, rank), (by_receiver, receiver))
-    )
-    at_nodes = jnp.take_along_axis(pairing.received, receiver[:, None, :, None, None], axis=2)
-    tops = _two_largest(pairing.sent), _two_largest(by_receiver)
-    busiest = jnp.maximum(tops[0][0], tops[1][0])
-    others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
-    changed = jnp.maximum(
-        sent + _total(crossing_change, 3), _largest(at_nodes + crossing_change / ranks_per_receiver, 3)
-    )
-    return busiest, jnp.maximum(others, changed)
+def _lane_waits(pairing, rank, crossing_change):
+    """Return the rows for which the exchanges of each layer group wait, before the swap and after each option."""
+    senders, nodes = pairing.lanes.shape[2:4]
+    old = jnp.take_along_axis(pairing.lanes, _sender(rank, pairing)[:, None, :, None, None], axis=2)
+
+    def total(lanes):
+        return _total(fourth_power(lanes), -2)
+
+    before = total(pairing.lanes).sum(2)
+    after = before[:, :, None] + total(old + crossing_change) - total(old)
+    after = jnp.maximum(after, 0)  # where little is left, rounding may be more
+    return (waited_rows(each, senders=senders, nodes=nodes) for each in (before, after))
 
 
-def _without(value, first, second):
-    """Return the largest value except ``value``, which is one of the values whose two largest are given."""
-    return jnp.where(value == first[:, :, None], second[:, :, None], first[:, :, None])
-
-
-def _receiver(rank, packing):
-    """Return the receiver of a rank's crossings in each node, and the number of ranks that share a receiver."""
-    nodes, receivers = packing.received.shape[-2], packing.received.shape[-3]
-    local = packing.tokens.shape[-1] // nodes
-    return rank % local % receivers, local // receivers
+def _sender(rank, packing):
+    """Return the sender to which a rank belongs."""
+    return rank // (packing.tokens.shape[-1] // packing.lanes.shape[-3])
 
 
 def _largest(values, axis):
@@ -271,13 +253,3 @@ def _largest(values, axis):
 def _total(values, axis):
     """Return the sum along a short axis, elementwise for the same reason as `_largest`."""
     return functools.reduce(jnp.add, jnp.unstack(values, axis=axis))
-
-
-def _two_largest(values):
-    """Return the largest and second largest of ``[sides pairs ranks groups]`` over ranks, in one pass."""
-
-    def larger(a, b):
-        return jnp.maximum(a[0], b[0]), jnp.maximum(jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
-
-    least = jnp.full_like(values, -jnp.inf)
-    return jax.lax.reduce((values, least), (jnp.float32(-jnp.inf),) * 2, larger, (2,))
