@@ -214,6 +214,7 @@ def test_assign_samples_balances_recorded_loads(shared, nodes, bound):
     assert node_imbalance(sample, load, home, nodes) <= bound
     assert attention_imbalance(sample, tokens) <= attention_imbalance(in_order, tokens)
     per_rank = held_tokens(sample, tokens)
+    assert per_rank.sum(1).max() <= 1.05 * tokens.sum() / 32
     assert per_rank.sum(1).max() <= held_tokens(start.sample, tokens).sum(1).max()
     assert per_rank.max() <= tokens.max()
 
