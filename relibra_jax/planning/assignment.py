@@ -173,7 +173,7 @@ def assign_samples(
     start: Assignment,
     price: Price = BALANCE,
     key: PRNGKeyArray | None,
-    token_budget: float = 1.0,
+    token_budget: float | None = None,
     steps: int | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample so that the batch takes the least time.
@@ -181,9 +181,7 @@ def assign_samples(
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the module docstring states the objective.
 
     The token budget of a micro-batch or a rank is ``token_budget`` times the mean, but at least the longest sample and
-    at least what ``start`` needs. It is never exceeded. With the default, no rank's sequence becomes longer than under
-    ``start``; all sequences of a batch are as long as the longest. With 1.05 and four samples on a rank, modelled
-    attention took up to 2% longer, and a batch 0.3 to 0.5%.
+    at least what ``start`` needs. It is never exceeded.
 
     Args:
         batch: the samples. With routes and a price of hierarchical dispatch, crossings are distinct tokens per node;
@@ -194,7 +192,9 @@ def assign_samples(
             positions than samples give the search more freedom to even out tokens.
         price: the price of attention and of crossings, relative to that of a token copy.
         key: random key, required; the same key gives the same assignment.
-        token_budget: the most tokens of a micro-batch or a rank, as a multiple of the mean; at least 1.
+        token_budget: the most tokens of a micro-batch or a rank, as a multiple of the mean; at least 1. None takes 1.05
+            for micro-batches and 1 for ranks: all sequences are as long as that of the fullest rank, and with 1.05 for
+            ranks, too, and four samples on each, a modelled batch took 0.3 to 0.5% longer.
         steps: the number of annealing steps; 100,000 is thorough. None takes one step per sixteen pairs of samples, at
             least 100 and at most 2,000, because placement and assignment alternate.
 
@@ -257,7 +257,7 @@ def _check(
     topology: Topology,
     start: Assignment,
     *,
-    token_budget: float,
+    token_budget: float | None,
     steps: int | None,
 ) -> None:
     samples, layers, experts = batch.sample_load.shape
@@ -271,8 +271,8 @@ def _check(
     check_shape("nodes and ranks of start", start.sample.shape[1:3], grid)
     if start.sample.size < samples:
         raise ValueError(f"start has {start.sample.size} positions, too few for {samples} samples")
-    for name, value in (("token_budget", token_budget), ("steps", 1 if steps is None else steps)):
-        if not value >= 1:
+    for name, value in (("token_budget", token_budget), ("steps", steps)):
+        if value is not None and not value >= 1:
             raise ValueError(f"{name}={value} must be at least 1")
 
 
@@ -287,12 +287,13 @@ def _node_share(sample_load, home, nodes):
     return load.reshape(samples, -1)
 
 
-def _budgets(length, sample, ranks: int, token_budget: float):
+def _budgets(length, sample, ranks: int, token_budget: float | None):
     """Return the token budgets of a micro-batch and of a rank, int32, which `assign_samples` describes."""
     rank_tokens = length[sample].reshape(len(sample), ranks, -1).sum(-1, dtype=jnp.int32)
     mean = length.sum(dtype=jnp.float32) / jnp.array([len(sample), rank_tokens.size])
     minimum = jnp.stack([rank_tokens.sum(1).max(), rank_tokens.max(), length.max()])
-    return jnp.maximum(jnp.floor(token_budget * mean).astype(jnp.int32), jnp.maximum(minimum[:2], minimum[2]))
+    mean *= jnp.array([1.05, 1.0] if token_budget is None else [token_budget, token_budget])
+    return jnp.maximum(jnp.floor(mean).astype(jnp.int32), jnp.maximum(minimum[:2], minimum[2]))
 
 
 def _exchange_ranks(sample, crossing, topology: Topology):
